@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autosplit import Workload
 from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracer import make_tracer
+from autosplit.workload.batch import resize
 from autosplit.workload.workload import PRECISIONS
 
 WITHIN = 0.05
@@ -200,7 +201,7 @@ def _compared(case: Case) -> tuple[bool | None, dict[str, Any]]:
     tracer, why_real = make_tracer(workload, like_gpu=True)
     traced = [traced_peaks(tracer, _shape(size))[0] for size in SAMPLES]
     slope = (traced[1] - traced[0]) / max(1, measured[1] - measured[0])
-    operators = _operators(module, workload.batch(SAMPLES[1])[0], case.precision)
+    operators = _operators(module, resize(workload.sample_batch, SAMPLES[1], 0)[0], case.precision)
     figures = {
         "operators": list(operators.names),
         "temporary_bytes": operators.temporary_bytes,

@@ -27,7 +27,8 @@ from autosplit.devices.catalog import find_card
 from autosplit.oom import is_oom
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.protocol import StepShape
-from autosplit.workload.batch import map_tensors, unmarked
+from autosplit.workload.batch import resize, unmarked
+from autosplit.workload.tree import map_tensors
 from autosplit.workload.workload import PRECISIONS
 
 ROOT = Path(__file__).parents[1]
@@ -198,7 +199,7 @@ def _loop_fits(workload: Workload, size: int, capacity_bytes: int) -> bool:
     CUDA.empty_cache()
     with bounded(CUDA, DEVICE, capacity_bytes):
         step = _training_step(workload)
-        batch = map_tensors(lambda tensor: tensor.to(DEVICE), unmarked(workload.batch(size)))
+        batch = map_tensors(lambda tensor: tensor.to(DEVICE), unmarked(resize(workload.sample_batch, size, 0)))
         try:
             for _ in range(3):
                 released = _retries()
@@ -309,7 +310,7 @@ def _step(setting: Setting, predicted: dict[str, Any] | None, small: bool) -> tu
 def _plain_loop(workload: Workload, size: int) -> tuple[float, int]:
     """Return the seconds of a step of a plain loop with pinned memory, and the most that it allocates."""
     pins = (lambda tensor: tensor.pin_memory()) if KIND == "cuda" else (lambda tensor: tensor)
-    host = map_tensors(pins, unmarked(workload.batch(size)))
+    host = map_tensors(pins, unmarked(resize(workload.sample_batch, size, 0)))
     step = _training_step(workload)
 
     def once() -> None:
@@ -370,7 +371,7 @@ def _tuned(workload: Workload, strategy: str, small: bool) -> tuple[bool, dict[s
     left = int(CUDA.memory_allocated(DEVICE)) - held
     model = plan.wrap(workload.model)
     optimizer = workload.optimizer(model.parameters())
-    batch = unmarked(workload.batch(plan.effective_batch_size))
+    batch = unmarked(resize(workload.sample_batch, plan.effective_batch_size, 0))
     parts = _cut(batch, [len(indices) for indices in plan.batch_sampler(plan.effective_batch_size)])
 
     def once() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import Workload
-from autosplit.workload.batch import tensors_of
+from autosplit.workload.tree import tensors_of
 
 BATCH = 4
 SIZE = 224

@@ -6,52 +6,11 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import ddp_jobs
+
 from autosplit import Plan
 
 MIB = 2**20
-
-
-def _ceiling(label: str) -> dict[str, Any]:
-    return {
-        "device": label,
-        "role": "replica",
-        "batch_size": 9,
-        "limited_by": "memory",
-        "fixed_bytes": -5,
-        "bytes_per_sample": 7,
-        "peak_bytes": 58,
-        "capacity_bytes": 60,
-        "steps": 3,
-        "ooms": 1,
-        "confirmed": True,
-    }
-
-
-def _device(index: int, share: int) -> dict[str, Any]:
-    return {
-        "label": f"cpu:{index}",
-        "kind": "cpu",
-        "index": index,
-        "name": "cpu",
-        "memory_bytes": 64 * MIB,
-        "capacity_bytes": 64 * MIB,
-        "budgeted": True,
-        "share": share,
-        "peak_bytes": 40 * MIB,
-        "busy_s": 0.25,
-        "ceiling": _ceiling(f"cpu:{index}"),
-    }
-
-
-def _rank(index: int) -> dict[str, Any]:
-    return {
-        "rank": index,
-        "device": f"cpu:{index}",
-        "batch_size": 3,
-        "accumulation_steps": 3,
-        "ceiling": _ceiling("cpu:0"),
-        "peak_bytes": 44,
-    }
 
 
 def _trial(number: int, *split: int, **outcome: Any) -> dict[str, Any]:
@@ -60,23 +19,13 @@ def _trial(number: int, *split: int, **outcome: Any) -> dict[str, Any]:
 
 
 _PLAIN = {
-    "schema_version": 1,
-    "split": (2, 4),
-    "gpu0_bsz": 2,
-    "batch_size": 6,
-    "accumulation_steps": 3,
-    "effective_batch_size": 16,
+    **ddp_jobs.make_plan((2, 4), 16, capacity_bytes=64 * MIB).to_dict(),
     "samples_per_s": 12.5,
     "even_samples_per_s": 10.0,
-    "ceilings": (5, 9),
-    "devices": (_device(0, 2), _device(1, 4)),
     "trials": (
         _trial(0, 2, 4, samples_per_s=12.5, error_share=0.01, peak_bytes=(40, 50)),
         _trial(1, 3, 3, failure="cpu:1 ran out of memory"),
     ),
-    "ddp": {"ranks": (_rank(0), _rank(1)), "samples_per_s": 11.0},
-    "precision": "none",
-    "simulated": False,
     "checks": (
         {
             "subject": "BatchNorm1d at 1",
@@ -86,7 +35,7 @@ _PLAIN = {
             "advice": "freeze it",
         },
     ),
-    "notes": ("a sentence — with “Unicode”",),
+    "notes": ({"kind": "note", "text": "a sentence — with “Unicode”"},),
     "real_steps": 7,
     "real_ooms": 1,
 }
@@ -95,10 +44,10 @@ _PLAN = Plan.from_json(json.dumps(_PLAIN))
 
 def plan_device(index: int, share: int, **changes: Any) -> Any:
     """Return a CPU device of a plan, with a budget of 64 MiB."""
-    first = _PLAN.devices[0]
     label = f"cpu:{index}"
-    ceiling = replace(first.ceiling, device=label)
-    return replace(first, **{"label": label, "index": index, "share": share, "ceiling": ceiling, **changes})
+    ceiling = replace(_PLAN.devices[0].ceiling, device=label)
+    numbers = {"index": index, "share": share, "peak_bytes": 40 * MIB, "ceiling": ceiling}
+    return replace(_PLAN.devices[0], **{"label": label, "name": "cpu", **numbers, **changes})
 
 
 def make_plan(**changes: Any) -> Plan:

@@ -102,8 +102,8 @@ def test_messages_are_searched_only_where_torch_or_a_tool_wrote_them() -> None:
         ("errors.py", "text"),  # the lack of a device
         ("parallel/parallel_apply.py", "f'in replica {position} on device'"),  # of torch's parallel_apply
         ("runtime/data_dependent.py", "text"),  # of operators without a fake version
-        ("workload/workload.py", "'argument'"),  # of Python's calls
-        ("workload/workload.py", "'positional argument'"),
+        ("workload/model_call.py", "'argument'"),  # of Python's calls
+        ("workload/model_call.py", "'positional argument'"),
     }
 
 

@@ -76,8 +76,6 @@ def exit_at_second_ctrl_c(
                         first()
         os._exit(last())
 
-    def leave_alone() -> None:
-        signal.set_wakeup_fd(-1)  # a fork shares the pipe, but its signals are not for us
-
-    os.register_at_fork(after_in_child=leave_alone)
+    # A fork shares the pipe, but its signals are not for us.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     threading.Thread(target=listen, name="autosplit-interrupts", daemon=True).start()

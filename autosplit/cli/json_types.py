@@ -12,7 +12,8 @@ from autosplit.cli.stored_profile import Profile
 from autosplit.devices.examination import Examination
 from autosplit.devices.inventory import DeviceReport
 from autosplit.devices.shared_result import SharedResult
-from autosplit.extras.compare import Misfit
+from autosplit.extras.cluster import ClusterPrediction
+from autosplit.extras.compare import Compute, Misfit
 from autosplit.extras.written_workload import StartingWorkload
 from autosplit.plan.measured_step import MeasuredStep
 from autosplit.plan.plan import Plan
@@ -152,56 +153,6 @@ class ComparedPlan:
 
 
 @dataclass(frozen=True)
-class RanksOfKind:
-    """The ranks of one kind of GPU in a cluster.
-
-    Attributes:
-        gpu: Name of the GPU.
-        ranks: Number of ranks.
-        samples: Samples per forward of all these ranks together.
-        ceiling: Largest batch size that fits on one rank.
-    """
-
-    gpu: str
-    ranks: int
-    samples: int
-    ceiling: int
-
-
-@dataclass(frozen=True)
-class PredictedNodes:
-    """A predicted optimizer step of DDP on some nodes of a cluster.
-
-    Attributes:
-        nodes: Number of nodes.
-        ranks: Number of GPUs.
-        shares: The ranks of each kind of GPU, with their samples.
-        accumulation_steps: Forwards per optimizer step.
-        effective_batch_size: Samples per optimizer step.
-        step_s: Seconds of an optimizer step.
-        all_reduce_s: Seconds of all all-reduces.
-        exposed_s: Seconds of the all-reduces that the backward does not hide.
-        waits_s: Seconds during which ranks wait for the slowest rank.
-        efficiency: samples/s, relative to GPUs that never wait and have their fastest batch size.
-        limited_by: `"compute"`, `"batch size"`, `"slowest rank"`, `"network"`, or the GPU with slow links in its node.
-        samples_per_s: Throughput.
-    """
-
-    nodes: int
-    ranks: int
-    shares: tuple[RanksOfKind, ...]
-    accumulation_steps: int
-    effective_batch_size: int
-    step_s: float
-    all_reduce_s: float
-    exposed_s: float
-    waits_s: float
-    efficiency: float
-    limited_by: str
-    samples_per_s: float
-
-
-@dataclass(frozen=True)
 class ScaledCluster:
     """Predictions for a cluster.
 
@@ -211,24 +162,9 @@ class ScaledCluster:
         summary: Where scaling stops paying, and what limits it.
     """
 
-    predictions: tuple[PredictedNodes, ...]
+    predictions: tuple[ClusterPrediction, ...]
     pays_up_to_nodes: int
     summary: str
-
-
-@dataclass(frozen=True)
-class Compute:
-    """The time of the whole training.
-
-    Attributes:
-        hours: Hours on the whole machine.
-        device_hours: Hours, times the number of devices.
-        cost: The cost in the currency of the command line. None without a price.
-    """
-
-    hours: float
-    device_hours: float
-    cost: float | None
 
 
 @dataclass(frozen=True)

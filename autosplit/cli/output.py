@@ -66,7 +66,9 @@ def failed(message: str, exit_code: int, frames: tuple[str, ...] = ()) -> int:
     text, *code = message.split("\n    ")  # indented lines are code and are not wrapped
     first, *rest = _fitted(f"error: {_harmless(' '.join(text.split()))}")
     rest += [f"    {_harmless(line)}" for line in code]
-    lines = [_red(first, "error:"), *rest, *(f"  {_harmless(frame)}" for frame in frames)]
+    if sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in DUMB:
+        first = f"\x1b[1;31merror:\x1b[0m{first.removeprefix('error:')}"
+    lines = [first, *rest, *(f"  {_harmless(frame)}" for frame in frames)]
     if speaks():
         _write(lines)
     return exit_code
@@ -76,12 +78,6 @@ def note(message: str, manner: Manner) -> None:
     """Print a note to stderr, unless the output is quiet."""
     if speaks() and not manner.quiet:
         _write(_fitted(_harmless(message)))
-
-
-def _red(line: str, word: str) -> str:
-    if not sys.stderr.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") in DUMB:
-        return line
-    return f"\x1b[1;31m{word}\x1b[0m{line.removeprefix(word)}"
 
 
 def _write(lines: list[str]) -> None:

@@ -308,8 +308,10 @@ def make_parser() -> _Parser:
     groups = {"": top.add_subparsers(metavar="COMMAND", help=SUPPRESS)}
     for name, command in COMMANDS.items():
         group, _, last = name.rpartition(" ")
+        examples = command.example.splitlines()
+        epilog = "\n  ".join([f"Example{'s' * (len(examples) > 1)}:", *examples])
         made = groups[group].add_parser(
-            last, prog=f"autosplit {name}", description=command.text, epilog=_examples(command), **_SETTINGS
+            last, prog=f"autosplit {name}", description=command.text, epilog=epilog, **_SETTINGS
         )
         metavars = _add_options(made, {**command.panels, "Output": {**command.panels.get("Output", {}), **o.OF_ALL}})
         made.set_defaults(parser=made, command=command)
@@ -335,11 +337,6 @@ def _listed(group: str) -> str:
     """List the commands of a group. argparse would add a line above the list."""
     found = {name.rpartition(" ")[2]: one.text for name, one in COMMANDS.items() if name.rpartition(" ")[0] == group}
     return "\n".join(["Commands:", *(f"  {name:<10}{text.splitlines()[0]}" for name, text in found.items())])
-
-
-def _examples(command: Command) -> str:
-    lines = command.example.splitlines()
-    return "\n  ".join([f"Example{'s' * (len(lines) > 1)}:", *lines])
 
 
 def parse(words: Sequence[str]) -> Callable[[], int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autosplit.cli.workload_arguments import flags_of, quoted
+from autosplit.cli.workload_arguments import flags_of
 from autosplit.plan.plan import Plan
 from autosplit.probe.check_result import is_count_expression
 from autosplit.text import printable
@@ -43,7 +44,7 @@ def paste_lines(plan: Plan, origin: Origin = UNSAVED) -> tuple[str, ...]:
         *_imports(plan, "autosplit"),
         "",
         *([] if origin.saved_as else ['# First save the plan: plan.save("plan.json")']),
-        f"plan = autosplit.Plan.load({quoted(origin.saved_as or 'plan.json')})",
+        f"plan = autosplit.Plan.load({json.dumps(origin.saved_as or 'plan.json', ensure_ascii=False)})",
         "model = plan.wrap(model)",
         *_loader_lines(plan, "plan"),
         *_loop_lines(plan, "plan"),

@@ -22,9 +22,9 @@ from autosplit.cli.tables import (
     short_name,
 )
 from autosplit.devices.catalog import SIMULATED_ERRORS, UNMEASURED_RATES
-from autosplit.plan.explanation import BINDING_SHARE
+from autosplit.plan.explanation import BINDING_SHARE, loader_target
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import RankSettings
+from autosplit.plan.record import RankSettings, shares_processor
 from autosplit.profiles.differences import NEAREST_PROFILE
 from autosplit.solve.split import even_split
 from autosplit.text import bound_text, counted_text, listed, ms_text, printable, rate_text, tuple_text
@@ -100,7 +100,7 @@ def _status(plan: Plan) -> Iterator[Text]:
 
 
 def _styles(plan: Plan) -> dict[str, str]:
-    gain = {} if plan.shares_processor else {"gain": "green", "with DDP": "green"}
+    gain = {} if shares_processor(plan) else {"gain": "green", "with DDP": "green"}
     return {**gain, "recommended": "bold green"}
 
 
@@ -122,7 +122,7 @@ def _pasted(heading: str, lines: Sequence[str]) -> Iterator[Text]:
 
 def _strategies(plan: Plan, explanation: Explanation) -> Iterator[tuple[str, str]]:
     ddp = plan.ddp
-    if plan.region is None or len(plan.devices) == 1 or not ddp.ranks or plan.shares_processor:
+    if plan.region is None or len(plan.devices) == 1 or not ddp.ranks or shares_processor(plan):
         return
     yield "with DDP", f"{rate_text(ddp.samples_per_s)} (predicted){_gain_over_equal_ranks(plan)}"
     gain = ddp.samples_per_s / plan.samples_per_s
@@ -244,7 +244,8 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     if plan.loader_settings is not None and plan.loader_samples_per_s is not None:
         workers = plan.loader_settings.num_workers
         speed = f"{rate_text(plan.loader_samples_per_s)} with {counted_text(workers, 'worker')}"
-        rows.append(("loader", f"{speed}: {bound_text(plan.loader_samples_per_s, plan.takes_samples_per_s)}"))
+        target = loader_target(plan.samples_per_s, plan.lengths)
+        rows.append(("loader", f"{speed}: {bound_text(plan.loader_samples_per_s, target)}"))
     if plan.lengths is not None:
         like, gain = plan.lengths.samples_per_s, plan.lengths.samples_per_s / plan.lengths.fixed_samples_per_s
         rows.append(("by length", f"{rate_text(like)}, {gain:.2f} times batches of one size (predicted)"))
@@ -275,7 +276,7 @@ def all_numbers(plan: Plan) -> list[tuple[str, str]]:
 
 def _gain_text(plan: Plan) -> str:
     even = even_split(plan.batch_size, len(plan.split))
-    if plan.shares_processor:
+    if shares_processor(plan):
         return "none is reported, because these devices share one CPU"
     if plan.split == even:
         return "none, because the even split is the fastest"

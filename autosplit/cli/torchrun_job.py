@@ -1,47 +1,21 @@
-"""Start a training script under torchrun, with a plan and one process for each rank of the plan."""
+"""Run an autosplit command in several processes with torchrun."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autosplit.cli.exit_code import OUTCOME_VARIABLE, STARTER_VARIABLE
-from autosplit.ddp.find_plan import described, plan_for_job
 from autosplit.errors import RankFailedError
-from autosplit.plan.torchrun import Command, command_for
-from autosplit.text import printable
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-
-@dataclass(frozen=True)
-class Launch(Command):
-    """A command that replaces this process. `description` describes its plan."""
-
-    description: str = ""
-
-    def run(self) -> None:
-        """Replace this process, so that torchrun gets the signals and sets the exit code."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.execve(self.command[0], list(self.command), {**os.environ, **self.variables})  # noqa: S606 - our own command
-
-
-def launch_of(profile: str | None, arguments: Sequence[str]) -> Launch:
-    """Make torchrun's command for a plan's file. Without a file, use the environment's plan or a stored plan."""
-    plan, path = plan_for_job(profile)
-    assert path is not None, "only a plan that was passed as an object has no file"
-    found = command_for(plan, path, arguments)
-    return Launch(found.command, found.variables, printable(f"{described(plan)}, {path}"))
 
 
 def run_together(arguments: Sequence[str], num_processes: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
     """Raise InputError for invalid flags before the user's file is run, which may take long."""
     from autosplit.devices.device import parse_reserve
     from autosplit.devices.spec import parse_devices
-    from autosplit.workload.fits import checked_fits
+    from autosplit.workload.workload import checked_fits
 
     if keywords.get("devices") is not None:
         parse_devices(keywords["devices"], ask_memory=False)
@@ -173,11 +172,6 @@ def tuned_quietly(spec: str, workload: object, **keywords: Any) -> Plan:
         for category in (tuning.ChangedTrainingWarning, tuning.DoubtfulTimesWarning):
             warnings.simplefilter("ignore", category)
         return tuning.tune(workload, **keywords)
-
-
-def quoted(value: object) -> str:
-    """Format a value as Python code, with double quotes for a string."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def flags_of(keywords: Mapping[str, Any]) -> list[str]:

@@ -40,7 +40,7 @@ from autosplit.parallel.step_listener import NoiseEstimate, StepListener, checke
 from autosplit.parallel.token_sampler import TokenBatchSampler
 from autosplit.plan.other_model import refuse_wrapped, warn_of_other_model
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import RankSettings
+from autosplit.plan.record import RankSettings, add_note_to_file, loader_keywords, required_lengths
 from autosplit.solve.split import accumulation_steps
 
 
@@ -189,7 +189,7 @@ class Context(CheckpointMethods):
             shuffle: For this and the other arguments, see `Plan.loader`.
         """
         order: Any = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-        return loader_around(data, self._sampler, self.plan.loader_keywords, **order, options=options)
+        return loader_around(data, self._sampler, loader_keywords(self.plan), **order, options=options)
 
     def batch_sampler(
         self, num_samples: int | Sized, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
@@ -237,7 +237,7 @@ class Context(CheckpointMethods):
             InputError: See `Plan.token_sampler`.
         """
         made = TokenBatchSampler(
-            self.plan.required_lengths(),
+            required_lengths(self.plan),
             lengths,
             self._slice.batch_sizes,
             self.effective_batch_size,
@@ -252,7 +252,7 @@ class Context(CheckpointMethods):
     @property
     def max_tokens(self) -> int:
         """The largest number of tokens, with padding, that fits on this rank's device. See `Plan.max_tokens`."""
-        return self.plan.required_lengths().tokens_of(self.settings.batch_size)
+        return required_lengths(self.plan).tokens_of(self.settings.batch_size)
 
     def steps(
         self,
@@ -315,7 +315,8 @@ class Context(CheckpointMethods):
             SlowRankWarning: The other ranks wait for one rank for more than 10% of a step. Only rank 0 warns.
         """
         plan = self.plan
-        cuts = cuts_for(loader, on_oom, dim=plan.batch_dim, least=plan.ddp.least_batch, count=count, note=plan.note)
+        note = partial(add_note_to_file, plan)
+        cuts = cuts_for(loader, on_oom, dim=plan.batch_dim, least=plan.ddp.least_batch, count=count, note=note)
         checked_estimate(noise_scale)
         self._refuse_unsuited_models(cuts=cuts is not None, noise_scale=noise_scale is not None)
         estimate: Any = {"noise_scale": noise_scale, "sums_over_ranks": partial(sums_over_ranks, device=self.device)}

@@ -10,7 +10,7 @@ from pathlib import Path
 from autosplit.errors import PlanError
 from autosplit.plan.plan import Plan
 from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_unfit
-from autosplit.profiles.key import key_of
+from autosplit.profiles.key import ProfileKey
 from autosplit.profiles.store import KEY_DIGITS
 from autosplit.profiles.validity import usable_here
 from autosplit.text import printable
@@ -86,7 +86,7 @@ def _fastest_ways(found: list[tuple[Plan, Path]]) -> list[tuple[Plan, Path]]:
     fastest: dict[str, tuple[Plan, Path]] = {}
     for plan, path in found:
         workload = {name: value for name, value in plan.workload.items() if name != "checkpointing"}
-        key = key_of(plan.machine, workload, plan.request, None)
+        key = ProfileKey(plan.machine, workload, plan.request).digest
         if key not in fastest or plan.samples_per_s > fastest[key][0].samples_per_s:
             fastest[key] = (plan, path)
     return list(fastest.values())

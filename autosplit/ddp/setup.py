@@ -26,6 +26,7 @@ from autosplit.ddp.rendezvous import (
 from autosplit.ddp.unequal_gathers import unequal_gathers_refused
 from autosplit.errors import PlanError
 from autosplit.plan.plan import Plan
+from autosplit.plan.record import without_notes
 from autosplit.plan.torchrun import PLAN_VARIABLE
 
 
@@ -143,7 +144,7 @@ def _joined_store(place: Place) -> Any:
 
 def agree_on(plan: Plan, rank: int) -> None:
     """Raise PlanError on all ranks if their plans differ. Ignore notes, which only one rank keeps."""
-    digest = hashlib.sha256(plan.bare().to_json().encode()).hexdigest()
+    digest = hashlib.sha256(without_notes(plan).to_json().encode()).hexdigest()
     digests = told_by_all(digest)
     others = [str(other) for other, found in enumerate(digests) if found != digests[0]]
     if others:

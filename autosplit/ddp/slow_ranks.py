@@ -46,6 +46,7 @@ from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.parallel.step_listener import StepListener
 from autosplit.plan.plan import Plan
+from autosplit.plan.record import add_note_to_file
 from autosplit.text import ms_text, percent_text, printable, tuple_text
 
 WINDOW = 200
@@ -246,7 +247,7 @@ class SlowRanks(StepListener):
     def _warn(self, plan: Plan, text: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            plan.note(Note("slow-rank", text))
+            add_note_to_file(plan, Note("slow-rank", text))
             warnings.warn(text, SlowRankWarning, stacklevel=6)
 
 

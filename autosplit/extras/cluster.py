@@ -238,3 +238,59 @@ def check_options(cluster: Cluster, options: Mapping[str, Any]) -> None:
                 "and one effective batch size. Leave it out, or compare without clusters.",
                 code="cluster-option",
             )
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """The batch sizes of all ranks of one kind.
+
+    Attributes:
+        gpu: Name of the GPU.
+        ranks: Number of ranks.
+        samples: Samples per forward of all these ranks together.
+        ceiling: Largest batch size that fits on one rank.
+    """
+
+    gpu: str
+    ranks: int
+    samples: int
+    ceiling: int
+
+    @property
+    def batch_size(self) -> int:
+        """Largest batch size of these ranks. The smallest is at most one sample less."""
+        return -(-self.samples // self.ranks)
+
+
+@dataclass(frozen=True)
+class ClusterPrediction:
+    """A predicted optimizer step of DDP on a cluster.
+
+    Attributes:
+        nodes: Number of nodes.
+        ranks: Number of GPUs.
+        shares: The batch sizes of each kind of GPU. A later micro-step of a step may have one sample less in total.
+        accumulation_steps: Forwards per optimizer step.
+        effective_batch_size: Samples per optimizer step, exact.
+        step_s: Seconds of an optimizer step.
+        all_reduce_s: Seconds of all buckets' all-reduces.
+        exposed_s: Seconds of the all-reduces that the backward does not hide.
+        waits_s: Seconds during which ranks wait for the slowest rank.
+        efficiency: samples/s, relative to GPUs that never wait and have their fastest batch size.
+        limited_by: ``"compute"``, ``"batch size"`` (too few samples per rank, and the optimizer), ``"slowest rank"``,
+            or the link that limits the all-reduce: ``"network"``, or the name of a GPU with slow links in its node.
+        samples_per_s: Throughput of whole optimizer steps.
+    """
+
+    nodes: int
+    ranks: int
+    shares: tuple[RankShare, ...]
+    accumulation_steps: int
+    effective_batch_size: int
+    step_s: float
+    all_reduce_s: float
+    exposed_s: float
+    waits_s: float
+    efficiency: float
+    limited_by: str
+    samples_per_s: float

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autosplit.devices.device import Device
-from autosplit.extras.cluster import Cluster, check_options
+from autosplit.extras.cluster import Cluster, ClusterPrediction, RankShare, check_options
 from autosplit.extras.cluster_kinds import RankKind, measured_kinds
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError
@@ -68,65 +68,6 @@ SCALING_ERRORS = (
 
 _OF_SEARCH = ("n_trials", "storage", "sampler", "isolate", "profile", "name", "seed", "progress", "strategy")
 """Options of `tune` that change no prediction, because no trial runs."""
-
-
-@dataclass(frozen=True)
-class RankShare:
-    """The batch sizes of all ranks of one kind.
-
-    Attributes:
-        gpu: Name of the GPU.
-        ranks: Number of ranks.
-        samples: Samples per forward of all these ranks together.
-        ceiling: Largest batch size that fits on one rank.
-    """
-
-    gpu: str
-    ranks: int
-    samples: int
-    ceiling: int
-
-    @property
-    def batch_size(self) -> int:
-        """Largest batch size of these ranks. The smallest is at most one sample less."""
-        return -(-self.samples // self.ranks)
-
-
-@dataclass(frozen=True)
-class ClusterPrediction:
-    """A predicted optimizer step of DDP on a cluster.
-
-    Attributes:
-        nodes: Number of nodes.
-        ranks: Number of GPUs.
-        shares: The batch sizes of each kind of GPU. A later micro-step of a step may have one sample less in total.
-        accumulation_steps: Forwards per optimizer step.
-        effective_batch_size: Samples per optimizer step, exact.
-        step_s: Seconds of an optimizer step.
-        all_reduce_s: Seconds of all buckets' all-reduces.
-        exposed_s: Seconds of the all-reduces that the backward does not hide.
-        waits_s: Seconds during which ranks wait for the slowest rank.
-        efficiency: samples/s, relative to GPUs that never wait and have their fastest batch size.
-        limited_by: ``"compute"``, ``"batch size"`` (too few samples per rank, and the optimizer), ``"slowest rank"``,
-            or the link that limits the all-reduce: ``"network"``, or the name of a GPU with slow links in its node.
-    """
-
-    nodes: int
-    ranks: int
-    shares: tuple[RankShare, ...]
-    accumulation_steps: int
-    effective_batch_size: int
-    step_s: float
-    all_reduce_s: float
-    exposed_s: float
-    waits_s: float
-    efficiency: float
-    limited_by: str
-
-    @property
-    def samples_per_s(self) -> float:
-        """Throughput of whole optimizer steps."""
-        return self.effective_batch_size / self.step_s
 
 
 @dataclass(frozen=True)
@@ -173,8 +114,11 @@ class ClusterScaling:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        rows = [{**asdict(one), "samples_per_s": one.samples_per_s} for one in self.predictions]
-        return {"predictions": rows, "pays_up_to_nodes": self.pays_up_to.nodes, "summary": self.summary}
+        return {
+            "predictions": [asdict(one) for one in self.predictions],
+            "pays_up_to_nodes": self.pays_up_to.nodes,
+            "summary": self.summary,
+        }
 
 
 def _named(limit: str) -> str:
@@ -297,6 +241,7 @@ def _prediction(
         waits_s,
         min(1.0, ideal_s / step_s),
         limited_by,
+        effective / step_s,
     )
 
 

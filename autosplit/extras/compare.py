@@ -50,13 +50,13 @@ class Misfit:
 
 
 @dataclass(frozen=True)
-class ComputeRequest:
-    """The time of training on a number of samples.
+class Compute:
+    """The time of the whole training.
 
     Attributes:
         hours: Hours on the whole machine.
         device_hours: Hours, times the number of devices.
-        cost: In the user's currency. None without a price.
+        cost: The cost in the currency of the command line. None without a price.
     """
 
     hours: float
@@ -101,7 +101,7 @@ class ComparedMachine:
             return None
         return _cost_per_million(self.price_per_hour, self.samples_per_s)
 
-    def compute_for(self, samples: int) -> ComputeRequest | None:
+    def compute_for(self, samples: int) -> Compute | None:
         """Return the hours, the device-hours and the cost of training on these samples, or None without a plan."""
         rate, price = self.samples_per_s, self.price_per_hour
         if rate is None:
@@ -110,7 +110,7 @@ class ComparedMachine:
         devices = len(self.plan.devices) if self.plan is not None else 0
         if self.cluster is not None:
             devices = self.cluster.whole.ranks
-        return ComputeRequest(hours, hours * devices, None if price is None else hours * price)
+        return Compute(hours, hours * devices, None if price is None else hours * price)
 
     @property
     def headroom_bytes(self) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -11,7 +10,9 @@ from torch.utils.data import DataLoader
 from autosplit.errors import InputError
 from autosplit.extras.loader_speed import measure_loader
 from autosplit.notes import Note
+from autosplit.plan.explanation import loader_target
 from autosplit.plan.plan import Plan
+from autosplit.plan.record import replaced, with_notes
 from autosplit.probe.loader_result import MeasuredLoader
 from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.text import rate_text
@@ -66,7 +67,7 @@ def bounded_by_loader(plan: Plan, found: Sequence[MeasuredLoader]) -> Plan:
     if plan.simulated:
         text = "The loader was measured on this machine, which does not have the simulated GPUs."
         notes.append(Note("loader-of-this-machine", text))
-    smaller = _smaller(plan, rate) if rate < plan.takes_samples_per_s else None
+    smaller = _smaller(plan, rate) if rate < loader_target(plan.samples_per_s, plan.lengths) else None
     if smaller is not None:
         text = (
             f"The loader loads {rate_text(rate)}, so {smaller.batch_size:,} samples per forward train as fast as "
@@ -74,8 +75,8 @@ def bounded_by_loader(plan: Plan, found: Sequence[MeasuredLoader]) -> Plan:
         )
         notes.append(Note("loader-bound", text))
         plan = smaller
-    fed = replace(plan, loader_settings=slowest.settings, loader_samples_per_s=rate)
-    return fed.kept_at(plan.path).with_notes(last=notes)
+    fed = replaced(plan, loader_settings=slowest.settings, loader_samples_per_s=rate)
+    return with_notes(fed, last=notes)
 
 
 def _smaller(plan: Plan, rate: float) -> Plan | None:

@@ -23,6 +23,7 @@ from autosplit.plan.canvas import check_installed
 from autosplit.plan.charts import MEMORY_PARTS, known_parts
 from autosplit.plan.exported import write
 from autosplit.plan.plan import Plan
+from autosplit.plan.record import reduce_of
 from autosplit.plan.redact import shareable
 from autosplit.probe.check_result import error_text
 from autosplit.text import rate_text, size_text, tuple_text, visible
@@ -190,7 +191,7 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "accumulation_steps", f"{plan.accumulation_steps}"
     yield "effective_batch_size", f"{plan.effective_batch_size}"
     if several and plan.region is not None:
-        reduce = f', reduce="{plan.reduce}"' if plan.reduce not in (None, "samples") else ""
+        reduce = f', reduce="{reduce_of(plan)}"' if reduce_of(plan) not in (None, "samples") else ""
         dim = f", dim={plan.batch_dim}" if plan.batch_dim else ""
         call = f"({plan.gpu0_bsz}, model{dim}, split={tuple_text(plan.split)}{reduce})"
         yield "only the wrapper", f"autosplit.BalancedDataParallel{call}"

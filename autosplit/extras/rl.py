@@ -12,7 +12,7 @@ from typing import Any
 from autosplit.errors import InputError, WorkloadError
 from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.solve.memory import Ceiling
-from autosplit.workload.batch import tensors_of
+from autosplit.workload.tree import tensors_of
 from autosplit.workload.workload import Workload
 
 

@@ -54,6 +54,7 @@ from autosplit.ddp.other_devices import RankDevice, of_entries
 from autosplit.errors import InputError, PlanError
 from autosplit.notes import Note
 from autosplit.plan.plan import Plan
+from autosplit.plan.record import with_notes
 from autosplit.plan.torchrun import refuse_without_ranks
 from autosplit.profiles.less_memory import LINE_ERROR
 from autosplit.solve.memory import Ceiling, largest_size, samples_within
@@ -123,7 +124,7 @@ def sharded_plan(
     enough = (1 - LEAST_DIFFERENCE) * max(solution.samples_per_s for _, solution in found)
     fast = [pair for pair in found if pair[1].samples_per_s >= enough]
     chosen, solution = min(fast, key=lambda pair: (pair[0].size, pair[1].accumulation_steps))
-    return chosen.planned(solution).with_notes(last=[chosen.note(solution), chosen.unequal_note(solution)])
+    return with_notes(chosen.planned(solution), last=[chosen.note(solution), chosen.unequal_note(solution)])
 
 
 def state_bytes(parameters: Iterable[Tensor], ranks: int = 1) -> tuple[int, int]:

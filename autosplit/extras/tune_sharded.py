@@ -33,7 +33,7 @@ from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.other_model import warn_of_other_model
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import PlanDevice
+from autosplit.plan.record import PlanDevice, with_notes
 from autosplit.profiles.key import machine_of
 from autosplit.rng import kept_rng
 from autosplit.runtime.fake_copy import built_without_memory, fake_mode
@@ -284,7 +284,7 @@ def _placed(plan: Plan, devices: Sequence[Device], capacities: Sequence[int]) ->
         f"The whole model does not fit, so no step ran. autosplit simulated {kinds} with more memory, and predicted "
         "the times and the memory for activations from these steps."
     )
-    return made.with_notes(Note("sharded-simulated", text))
+    return with_notes(made, Note("sharded-simulated", text))
 
 
 def _placed_ceiling(ceiling: Ceiling, device: Device, capacity_bytes: int) -> Ceiling:

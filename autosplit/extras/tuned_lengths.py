@@ -13,6 +13,7 @@ from autosplit.errors import UserCodeError
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
+from autosplit.plan.record import least_share, replaced, with_notes
 from autosplit.probe.request import Request
 from autosplit.profiles.key import ProfileKey
 from autosplit.runtime.protocol import StepShape
@@ -54,9 +55,9 @@ def with_lengths(
     Args:
         lengths: The length of each sample. Lengths that the plan's profile already contains are not measured again.
     """
-    least = max(plan.ddp.least_batch, 1 if plan.region is None else plan.region.least_share)
+    least = max(plan.ddp.least_batch, least_share(plan))
     if least > 1:
-        return replace(plan, lengths=None).kept_at(plan.path).with_notes(last=[BATCHNORM_NOTE])
+        return with_notes(replaced(plan, lengths=None), last=[BATCHNORM_NOTE])
     tried = lengths_to_tune(lengths)
     known = () if plan.lengths is None else plan.lengths.points
     notes: tuple[Note, ...] = ()
@@ -64,7 +65,7 @@ def with_lengths(
         known, notes = _points(plan, tried, variant, request, workers, tell)
     effective = plan.effective_batch_size if plan.effective_batch_sizes is not None else None
     found = foretold(known, lengths, plan.split, effective)
-    return (plan if found == plan.lengths else workers.amended(plan, lengths=found)).with_notes(last=notes)
+    return with_notes(plan if found == plan.lengths else workers.amended(plan, lengths=found), last=notes)
 
 
 def _points(

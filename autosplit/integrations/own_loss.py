@@ -19,7 +19,7 @@ from autosplit.parallel.loss_graph import COUNTS, Reading, UnevenLossWarning, re
 from autosplit.parallel.loss_weights import IGNORED_LABEL
 from autosplit.probe.loss_mean import SUM, TOLERANCE, Finding, Samples, examine_others, warn_of_finding
 from autosplit.rng import kept_rng
-from autosplit.workload.batch import map_tensors
+from autosplit.workload.tree import map_tensors
 
 
 class OwnLoss:

@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
 from autosplit.plan.other_model import warn_of_other_model
 from autosplit.plan.plan import Plan
+from autosplit.plan.record import add_note_to_file, least_share, without_notes
 from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_simulated, refuse_unfit
 from autosplit.profiles.validity import usable_here
 from autosplit.solve.split import micro_batch_sizes, short_split
@@ -81,10 +83,8 @@ class Share:
     @property
     def cut_options(self) -> dict[str, Any]:
         """The arguments of `autosplit.parallel.oom_cuts.Cuts` for this process's micro-batches."""
-        region = self.plan.region
-        alone = 1 if region is None else region.least_share
-        least = self.plan.ddp.least_batch if self.num_processes > 1 else alone
-        return {"dim": self.plan.batch_dim, "least": least, "note": self.plan.note}
+        least = self.plan.ddp.least_batch if self.num_processes > 1 else least_share(self.plan)
+        return {"dim": self.plan.batch_dim, "least": least, "note": partial(add_note_to_file, self.plan)}
 
     def __str__(self) -> str:
         sizes = " + ".join(str(size) for size in (self.plan.split if self.wraps else self.batch_sizes))
@@ -237,7 +237,7 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
     if not usable:
         return None
     path, newest = usable[0]
-    if place.rank == 0 and len({plan.bare().to_json() for _, plan in usable}) > 1:
+    if place.rank == 0 and len({without_notes(plan).to_json() for _, plan in usable}) > 1:
         tell_of_newest(described(newest) if newest.ddp.ranks else str(newest), path, len(usable))
     return share_of(newest, place)
 

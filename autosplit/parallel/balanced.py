@@ -40,13 +40,9 @@ from autosplit.solve.split import (
     whole_number,
 )
 from autosplit.torch_versions import BATCH_NORMS, knows_nodes_to_run
-from autosplit.workload.batch import (
-    doubt_of,
-    doubting,
-    map_tensors,
-    tensors_of,
-    unmarked,
-)
+from autosplit.workload.batch import unmarked
+from autosplit.workload.samples import doubt_of, doubting
+from autosplit.workload.tree import map_tensors, tensors_of
 
 _NORM_NEEDS_TWO = "Expected more than 1 value per channel"
 """torch's error for a BatchNorm that trains on one value (torch nn/functional.py, _verify_batch_size)."""

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset, IterableDataset
 
 from autosplit.errors import InputError
-from autosplit.workload.batch import children_of
+from autosplit.workload.tree import children_of
 
 
 def check_loader(loader: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autosplit.parallel.batch_counts import as_count
 from autosplit.parallel.loss_weights import IGNORED_LABEL, is_integer
-from autosplit.workload.batch import leaves_of
+from autosplit.workload.tree import leaves_of
 
 
 class UnevenLossWarning(UserWarning):

@@ -34,7 +34,8 @@ from autosplit.notes import Note
 from autosplit.oom import is_oom, scarcity
 from autosplit.parallel.batch_counts import Count, counted
 from autosplit.rng import RngState
-from autosplit.workload.batch import batch_size_of, chunk
+from autosplit.workload.batch import chunk
+from autosplit.workload.samples import batch_size_of
 
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,8 @@ from autosplit.parallel.persistent_replicas import KeptReplicas
 from autosplit.parallel.replicate import BufferCopies, carried, copy_buffers, moving_buffers, replicate
 from autosplit.parallel.side_outputs import warn_of_side_outputs
 from autosplit.parallel.tensor_copies import Copies, GpuCopies
-from autosplit.workload.batch import map_tensors, placed_on
+from autosplit.workload.batch import placed_on
+from autosplit.workload.tree import map_tensors
 
 
 def run_in_turn(module: nn.Module, chunks: list[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.parallel.loss_weights import ReduceWarning
-from autosplit.workload.batch import tensors_of
+from autosplit.workload.tree import tensors_of
 
 ADVICE = (
     "Each device overwrites it, so a loss that uses it has the wrong gradient. Return it from forward(), and compute "

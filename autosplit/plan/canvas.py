@@ -21,11 +21,6 @@ _SETTINGS: Any = {
 }
 
 
-def check_drawing(what: str) -> None:
-    """Raise InputError if matplotlib, which the function named `what` needs, is not installed."""
-    check_installed("matplotlib.figure", what)
-
-
 def check_installed(module: str, what: str, package: str | None = None) -> None:
     """Raise InputError if a module that `what` needs is not installed. `package` is the module's name for pip."""
     try:

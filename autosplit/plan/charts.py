@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autosplit.plan.canvas import check_drawing, side_by_side
+from autosplit.plan.canvas import check_installed, side_by_side
 from autosplit.plan.record import PlanDevice, PlanRecord
 from autosplit.solve.memory import MemoryParts, Region
 from autosplit.solve.search_space import Configuration, Space
@@ -140,7 +140,7 @@ def curve_of(plan: PlanRecord) -> dict[int, float]:
 
 def figure_of(plan: PlanRecord) -> Figure:
     """Draw the memory of each device, and samples/s by batch size, as a matplotlib figure."""
-    check_drawing("plan.plot()")
+    check_installed("matplotlib.figure", "plan.plot()")
     height = max(4.2, 2 + 0.7 * len(plan.devices))
     return side_by_side(height, lambda axes: _draw_devices(axes, plan), lambda axes: _draw_curve(axes, plan))
 

@@ -11,7 +11,7 @@ from autosplit.errors import PlanError, shown
 from autosplit.plan.explain import problem_of, problem_with
 from autosplit.plan.explanation import BINDING_SHARE
 from autosplit.plan.exported import Export
-from autosplit.plan.record import PlanRecord
+from autosplit.plan.record import PlanRecord, shares_processor
 from autosplit.plan.torchrun import refuse_without_ranks
 from autosplit.solve.even_ranks import EvenProblem, EvenRanks
 from autosplit.solve.memory import Ceiling, Region
@@ -81,7 +81,7 @@ def even_plan(plan: PlanRecord, tool: Tool) -> tuple[EvenRanks, Export]:
         )
     notes, lost_share = first_notes(plan), None
     even = replace(even, samples_per_s=None)
-    if plan.fit is not None and not plan.shares_processor:
+    if plan.fit is not None and not shares_processor(plan):
         even = replace(even, samples_per_s=search.rate(even.batch_size, even.accumulation_steps))
         lost_share, compared = _lost(plan, ranks, search, even)
         if not exact:

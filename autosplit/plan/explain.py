@@ -6,10 +6,13 @@ predictions of the model that was fitted to the trials.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
+
+import msgspec
 
 from autosplit.errors import PlanError
 from autosplit.plan.explanation import (
@@ -19,12 +22,13 @@ from autosplit.plan.explanation import (
     Bound,
     Change,
     Changed,
+    Explained,
     Explanation,
     FitQuality,
     Knee,
     MoreMemory,
 )
-from autosplit.plan.record import PlanRecord
+from autosplit.plan.record import P, PlanRecord, replaced, shares_processor
 from autosplit.solve.memory import Ceiling, Region
 from autosplit.solve.problem import MOST_WORK, NO_LIMIT_BYTES, Problem
 from autosplit.solve.split import even_split
@@ -32,6 +36,13 @@ from autosplit.solve.step_time import Fit
 from autosplit.solve.trial import KNEE_SHARE
 
 GIB = 2**30
+
+_EXPLAINED = (
+    *("split", "effective_batch_size", "samples_per_s", "even_samples_per_s", "region", "fit", "trials", "ddp"),
+    *("effective_batch_sizes", "max_batch_size", "accumulates", "sample_batch_size", "simulated", "changes"),
+    *("loader_samples_per_s", "ways", "lengths", "fits"),
+)
+"""Fields that an explanation depends on, in addition to the devices."""
 
 FASTER = 2.0
 """Factor by which an explanation makes a device faster, or an optimizer step larger."""
@@ -47,13 +58,18 @@ MOST_KINDS = 8
 
 
 def explanation_of(plan: PlanRecord) -> Explanation:
-    """Explain a plan from its stored numbers."""
-    compares = len(plan.devices) > 1 and not plan.shares_processor
+    """Return the stored explanation, or explain the plan from its stored numbers."""
+    kept = plan.explained
+    if kept is not None and kept.of == digest_of(plan):
+        stored = kept.explanation  # The file and its digest may have been edited.
+        if all(getattr(stored, name) == value for name, value in _repeated(plan).items()):
+            return stored
+    compares = len(plan.devices) > 1 and not shares_processor(plan)
     rate, labels = plan.even_samples_per_s, tuple(device.label for device in plan.devices)
     problem = problem_of(plan)
     predicted = None if problem is None else problem.rate(plan.split, plan.effective_batch_size)
     return Explanation(
-        **plan.repeated(),
+        **_repeated(plan),
         predicted_samples_per_s=predicted,
         **_changed(plan, problem, predicted),
         even=_even(plan, problem, predicted) if compares else None,
@@ -61,6 +77,30 @@ def explanation_of(plan: PlanRecord) -> Explanation:
         fit=_fit_quality(plan),
         knee=_knee(plan),
     )
+
+
+def with_explanation(plan: P) -> P:
+    """Return the plan with its explanation stored in it, so that a reader of the file need not compute it."""
+    return replaced(plan, explained=Explained(digest_of(plan), explanation_of(plan)))
+
+
+def digest_of(plan: PlanRecord) -> str:
+    """Return 64 hexadecimal digits that identify the numbers an explanation depends on, equal in every process."""
+    devices = [replace(device, uuid=None, driver=None) for device in plan.devices]
+    return hashlib.sha256(msgspec.json.encode([devices, *(getattr(plan, name) for name in _EXPLAINED)])).hexdigest()
+
+
+def _repeated(plan: PlanRecord) -> dict[str, Any]:
+    """Return the plan's values that `Explanation` contains unchanged, by name."""
+    numbers = ("samples_per_s", "loader_samples_per_s", "fastest", "effective_batch_size")
+    backends = sorted({name for device in plan.devices for name in device.attention})
+    return {
+        **{name: getattr(plan, name) for name in (*numbers, "simulated", "ways", "lengths", "fits")},
+        "shares_processor": shares_processor(plan),
+        "ddp_samples_per_s": plan.ddp.samples_per_s,
+        "ddp_measured": plan.ddp.measured,
+        "attention": {name: tuple(one.label for one in plan.devices if name in one.attention) for name in backends},
+    }
 
 
 def _changed(plan: PlanRecord, problem: Problem | None, predicted: float | None) -> dict[str, Any]:
@@ -204,7 +244,7 @@ def relaxations(plan: PlanRecord, problem: Problem, costs: Sequence[Cost]) -> It
             yield Relaxed("device", labels[index], (index,), problem.faster((index,), FASTER))
     for cost in costs:
         yield Relaxed(cost, None, every, problem.with_links(FASTER) if cost == "link" else problem.without(cost))
-    for index, ceiling in _alone_of(plan) if len(labels) > 1 and not plan.shares_processor else ():
+    for index, ceiling in _alone_of(plan) if len(labels) > 1 and not shares_processor(plan) else ():
         yield Relaxed("alone", labels[index], (index,), problem.alone(index, ceiling))
 
 

@@ -229,11 +229,6 @@ class Explanation:
     attention: dict[str, tuple[str, ...]] = field(default_factory=dict)
     effective_batch_size: int = 0
 
-    @property
-    def takes_samples_per_s(self) -> float:
-        """Samples per second that the data loader must deliver, at the plan's lengths if it has any."""
-        return self.samples_per_s if self.lengths is None else self.lengths.samples_per_s
-
     def comparison(self) -> str:
         """Describe how fast DDP is compared with the plan's own split. Return "" if `fastest` is None."""
         if self.fastest is None:
@@ -251,7 +246,8 @@ class Explanation:
         The result is empty if the bounds are unknown. If neither memory nor `max_batch_size` limits the batch, the time
         costs come first. If the data loader is slower than the devices, only its sentence is returned.
         """
-        if self.loader_samples_per_s is not None and self.loader_samples_per_s < self.takes_samples_per_s:
+        loader = self.loader_samples_per_s
+        if loader is not None and loader < loader_target(self.samples_per_s, self.lengths):
             return (self._loader_text(),)
         limits = [_limit_text(bound) for bound in self.bounds if bound.what in LIMITS]
         times = [time_text(bound) for bound in self.bounds if bound.what not in LIMITS][:MOST_TIMES]
@@ -284,7 +280,7 @@ class Explanation:
         return {subject: text for subject, text in texts.items() if text}
 
     def _loader_text(self) -> str:
-        devices, loader = self.takes_samples_per_s, self.loader_samples_per_s
+        devices, loader = loader_target(self.samples_per_s, self.lengths), self.loader_samples_per_s
         if loader is None:
             return f"Data loading was not measured. The loader must deliver {rate_text(devices)}."
         rates = f"the loader delivers {rate_text(loader)}, and the devices take {rate_text(devices)}"
@@ -365,6 +361,11 @@ def fits_text(fits: Fits) -> str:
         most = ", ".join(f"{ceiling.batch_size:,} on {ceiling.device}" for ceiling in fits.evaluation)
         texts.append(f"If each device evaluates alone, as a DDP rank, batches of up to {most} fit.")
     return " ".join(texts)
+
+
+def loader_target(samples_per_s: float, lengths: LengthPlan | None) -> float:
+    """Return the samples per second that the data loader must deliver, at the plan's lengths if it has any."""
+    return samples_per_s if lengths is None else lengths.samples_per_s
 
 
 def lengths_text(lengths: LengthPlan) -> str:

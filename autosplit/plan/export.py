@@ -18,6 +18,7 @@ from autosplit.errors import InputError, PlanError, shown
 from autosplit.plan.even_plan import ACCELERATE, LIGHTNING, TRANSFORMERS, even_plan, first_notes
 from autosplit.plan.export_jobs import (
     IMAGE,
+    SCRIPT,
     machines_of,
     sbatch_file,
     skypilot_task,
@@ -29,9 +30,6 @@ from autosplit.plan.record import PlanRecord
 from autosplit.plan.redact import shareable
 from autosplit.plan.torchrun import PLAN_VARIABLE, command_for
 from autosplit.text import printable, tuple_text
-
-SCRIPT = "train.py"
-"""Placeholder for the user's script in command lines."""
 
 UNSAVED = "plan.json"
 """Placeholder for the file of a plan that was not saved."""
@@ -295,14 +293,14 @@ def _to_slurm(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
             "Names of GPUs differ between clusters. Ask for the GPUs in the comments with --constraint, or with "
             "--gpus-per-node=TYPE:COUNT."
         )
-    first, *lines = sbatch_file(machines, file.absolute(), SCRIPT).split("\n")
+    first, *lines = sbatch_file(machines, file.absolute()).split("\n")
     text = "\n".join([first, *_comment_lines(notes), *lines])
     return Export("slurm", {"machines": [asdict(group) for group in machines]}, text, notes=tuple(notes))
 
 
 def _to_trainjob(plan: PlanRecord, _path: object) -> Export:
     machines = machines_of(plan, _Start.of(plan).machines)
-    manifests = trainjob_manifests(machines, shareable(plan).to_dict(), plan.devices[0].kind, SCRIPT)
+    manifests = trainjob_manifests(machines, shareable(plan).to_dict(), plan.devices[0].kind)
     notes = [f"{IMAGE} and {SCRIPT} are placeholders for your container image and the script in it."]
     if machines[0].gpu is not None:
         notes.append("nodeSelector has the label that NVIDIA's GPU feature discovery gives to nodes. Check it there.")
@@ -317,7 +315,7 @@ def _to_trainjob(plan: PlanRecord, _path: object) -> Export:
 
 def _to_skypilot(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
     file, notes = _file_of(plan, path)
-    task = skypilot_task(machines_of(plan, _Start.of(plan).machines), file.absolute(), SCRIPT)
+    task = skypilot_task(machines_of(plan, _Start.of(plan).machines), file.absolute())
     notes.append(f"{SCRIPT} is a placeholder for your script in the working directory.")
     if "resources" in task:
         notes.append("Check the GPU's name with sky show-gpus.")

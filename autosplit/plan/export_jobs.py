@@ -22,6 +22,9 @@ from autosplit.text import tuple_text
 
 NAME = "autosplit"
 
+SCRIPT = "train.py"
+"""Placeholder for the user's script in command lines."""
+
 PORT = 29500
 """Port at which rank 0 listens: torchrun's default."""
 
@@ -77,7 +80,7 @@ def machines_of(plan: PlanRecord, counts: Sequence[int]) -> tuple[Machines, ...]
 # ------------------------------------------------------------------------------------------------------------- Slurm
 
 
-def sbatch_file(machines: Sequence[Machines], plan_file: Path, script: str) -> str:
+def sbatch_file(machines: Sequence[Machines], plan_file: Path) -> str:
     """Return a batch script for Slurm. Machines of several kinds become a heterogeneous job.
 
     Equal machines run one task for each rank. In a heterogeneous job, each machine runs torchrun. Its ``SLURM_NODEID``
@@ -93,7 +96,7 @@ def sbatch_file(machines: Sequence[Machines], plan_file: Path, script: str) -> s
         lines.append(f"#SBATCH --nodes={group.count} --ntasks-per-node={1 if mixed else group.ranks}{gpus}{of}")
     lines += [f"export {PLAN_VARIABLE}={json.dumps(str(plan_file))}", "export MASTER_ADDR=$(hostname)"]
     if not mixed:
-        return "\n".join([*lines, f"srun --kill-on-bad-exit=1 python {script}"])
+        return "\n".join([*lines, f"srun --kill-on-bad-exit=1 python {SCRIPT}"])
     counts = ",".join(str(group.ranks) for group in machines for _ in range(group.count))
     groups = ",".join(map(str, range(len(machines))))
     return "\n".join(
@@ -104,7 +107,7 @@ def sbatch_file(machines: Sequence[Machines], plan_file: Path, script: str) -> s
             '  IFS=, read -ra ranks <<< "$RANKS"',
             f"  exec torchrun --nnodes={counts.count(',') + 1} --node-rank=$SLURM_NODEID \\",
             '    --nproc-per-node="${ranks[$SLURM_NODEID]}" \\',
-            f'    --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" {script}\'',
+            f'    --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" {SCRIPT}\'',
         ]
     )
 
@@ -112,7 +115,7 @@ def sbatch_file(machines: Sequence[Machines], plan_file: Path, script: str) -> s
 # --------------------------------------------------------------------------------------------------- Kubeflow Trainer
 
 
-def trainjob_manifests(machines: Sequence[Machines], plan: Mapping[str, Any], kind: str, script: str) -> list[Any]:
+def trainjob_manifests(machines: Sequence[Machines], plan: Mapping[str, Any], kind: str) -> list[Any]:
     """Return the manifests of a ``TrainJob`` of Kubeflow Trainer v2 (2.2 or later), with the plan as a ``ConfigMap``.
 
     Equal machines use the runtime ``torch-distributed``, which sets torchrun's variables. Machines of several kinds
@@ -131,13 +134,13 @@ def trainjob_manifests(machines: Sequence[Machines], plan: Mapping[str, Any], ki
     }
     job = {"apiVersion": _TRAINER, "kind": "TrainJob", "metadata": {"name": NAME}, "spec": spec}
     if len(machines) > 1:
-        return [config, _runtime(machines, kind, script), job]
+        return [config, _runtime(machines, kind), job]
     (group,) = machines
     spec["trainer"] = {
         "image": IMAGE,
         "numNodes": group.count,
         "numProcPerNode": group.ranks,
-        "command": ["torchrun", script],
+        "command": ["torchrun", SCRIPT],
         "env": [_PLAN_ENV],
         **({} if group.gpu is None else {"resourcesPerNode": _resources(group, kind)}),
     }
@@ -156,7 +159,7 @@ _VOLUME = {"name": "plan", "configMap": {"name": f"{NAME}-plan"}}
 _VOLUME_MOUNT = {"name": "plan", "mountPath": _MOUNT, "readOnly": True}
 
 
-def _runtime(machines: Sequence[Machines], kind: str, script: str) -> dict[str, Any]:
+def _runtime(machines: Sequence[Machines], kind: str) -> dict[str, Any]:
     """Return a runtime with a replicated job for each kind of machine. The first pod of the first job is rank 0."""
     nodes = sum(group.count for group in machines)
     jobs = []
@@ -164,7 +167,7 @@ def _runtime(machines: Sequence[Machines], kind: str, script: str) -> dict[str, 
         command = (
             f"exec torchrun --nnodes={nodes} --nproc-per-node={group.ranks} "
             f"--node-rank=$(({group.first} + JOB_COMPLETION_INDEX)) --master-addr={NAME}-machines-0-0-0.{NAME} "
-            f"--master-port={PORT} {script}"
+            f"--master-port={PORT} {SCRIPT}"
         )
         container = {
             "name": "node",
@@ -199,7 +202,7 @@ def _selector(group: Machines) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------- SkyPilot
 
 
-def skypilot_task(machines: Sequence[Machines], plan_file: Path, script: str) -> dict[str, Any]:
+def skypilot_task(machines: Sequence[Machines], plan_file: Path) -> dict[str, Any]:
     """Return a task for SkyPilot, which starts the same command on equal machines.
 
     Raises:
@@ -215,7 +218,7 @@ def skypilot_task(machines: Sequence[Machines], plan_file: Path, script: str) ->
     (group,) = machines
     run = (
         f"torchrun --nnodes=$SKYPILOT_NUM_NODES --node-rank=$SKYPILOT_NODE_RANK --nproc-per-node={group.ranks} "
-        f'--master-addr=$(echo "$SKYPILOT_NODE_IPS" | head -n 1) --master-port={PORT} {script}\n'
+        f'--master-addr=$(echo "$SKYPILOT_NODE_IPS" | head -n 1) --master-port={PORT} {SCRIPT}\n'
     )
     return {
         "name": NAME,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import InputError, shown
-from autosplit.plan.canvas import check_drawing, side_by_side
+from autosplit.plan.canvas import check_installed, side_by_side
 from autosplit.plan.explain import required_problem
 from autosplit.plan.split_comparison import compared_split
 from autosplit.solve.solver import geometric
@@ -89,7 +89,7 @@ class Goodput:
         Raises:
             InputError: matplotlib is not installed (the extra ``plot``).
         """
-        check_drawing("goodput.plot()")
+        check_installed("matplotlib.figure", "goodput.plot()")
         return side_by_side(4.2, self._draw)
 
     def _draw(self, axes: Any) -> None:
@@ -107,7 +107,10 @@ class Goodput:
 
 def goodput_of(plan: PlanRecord, noise_scale: NoiseEstimate | float) -> Goodput:
     """Return the recommendation, see `Plan.goodput`."""
-    value, ends = _value_and_ends(noise_scale)
+    value: Any = noise_scale
+    ends = (value, value)
+    if hasattr(type(noise_scale), "interval"):  # an estimate with its 95% interval
+        value, ends = value.value, value.interval
     if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise InputError(
             f"noise_scale={shown(value)} is not a finite number of samples, 0 or more. Pass a number, or an "
@@ -130,14 +133,6 @@ def goodput_of(plan: PlanRecord, noise_scale: NoiseEstimate | float) -> Goodput:
         learning_rate_factor=best / now * worth[best].efficiency,
         gain=worth[best].goodput / worth[now].goodput,
     )
-
-
-def _value_and_ends(noise_scale: NoiseEstimate | float) -> tuple[Any, tuple[Any, Any]]:
-    """Return the noise scale and its 95% interval. For a number, both ends are the number."""
-    if hasattr(type(noise_scale), "interval"):
-        estimate: Any = noise_scale
-        return estimate.value, estimate.interval
-    return noise_scale, (noise_scale, noise_scale)
 
 
 def _rates(plan: PlanRecord, most: float) -> dict[int, float]:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.errors import DeviceError
-from autosplit.plan.explanation import Explained, Explanation
-from autosplit.plan.record import PlanRecord
+from autosplit.plan.explanation import Explanation
+from autosplit.plan.record import (
+    PlanRecord,
+    add_note_to_file,
+    least_share,
+    loader_keywords,
+    reduce_of,
+    required_lengths,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -69,23 +77,14 @@ class Plan(PlanRecord):
         """Explain the plan: its bounds, the alternatives, and the quality of its fit.
 
         No training step is run, so this also works for a loaded plan. For many devices it takes seconds, unless the
-        plan stores the explanation (`with_explanation`).
+        plan stores the explanation.
 
         Returns:
             The explanation as numbers. `str()` returns it as text.
         """
-        kept = self.explained
-        if kept is not None and kept.of == self.digest():
-            stored = kept.explanation  # The file and its digest may have been edited.
-            if all(getattr(stored, name) == value for name, value in self.repeated().items()):
-                return stored
         from autosplit.plan.explain import explanation_of
 
         return explanation_of(self)
-
-    def with_explanation(self) -> Plan:
-        """Return the plan with its explanation stored in it, so that a reader of the file need not compute it."""
-        return replace(self, explained=Explained(self.digest(), self.explain())).kept_at(self.path)
 
     def compare_with(self, split: int | Sequence[int], accumulation_steps: int = 1) -> SplitComparison:
         """Predict the samples/s and the memory of another configuration, and compare them with the plan.
@@ -241,15 +240,8 @@ class Plan(PlanRecord):
             dim=self.batch_dim,
             split=self.split,
             ceilings=self.ceilings,
-            reduce=self.reduce,
+            reduce=reduce_of(self),
         )
-
-    @property
-    def reduce(self) -> Literal["samples", "tokens", "next tokens", "sum"] | None:
-        """How `wrap` combines scalar outputs of the devices, as the checks detected it. None if unknown."""
-        if self.loss_reduction == "sum":
-            return "sum"
-        return next((check.reduce for check in self.checks if check.reduce is not None), None)
 
     def batch_sampler(
         self, num_samples: int | Sized, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
@@ -271,7 +263,7 @@ class Plan(PlanRecord):
         from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 
         made = ScheduledBatchSampler(num_samples, self.batch_size, self.effective_batch_size, **options)
-        made.refuse_single_samples(self.split, 1 if self.region is None else self.region.least_share)
+        made.refuse_single_samples(self.split, least_share(self))
         return made
 
     def token_sampler(self, lengths: Any, *, shuffle: bool = False, seed: int = 0) -> TokenBatchSampler:
@@ -300,7 +292,7 @@ class Plan(PlanRecord):
         from autosplit.parallel.token_sampler import TokenBatchSampler
 
         made = TokenBatchSampler(
-            self.required_lengths(),
+            required_lengths(self),
             lengths,
             self.split,
             self.effective_batch_size,
@@ -308,7 +300,7 @@ class Plan(PlanRecord):
             shuffle=shuffle,
             seed=seed,
         )
-        made.refuse_single_samples(self.split, 1 if self.region is None else self.region.least_share)
+        made.refuse_single_samples(self.split, least_share(self))
         return made
 
     @property
@@ -320,7 +312,7 @@ class Plan(PlanRecord):
         Raises:
             PlanError: The plan was not tuned for lengths.
         """
-        plan = self.required_lengths()
+        plan = required_lengths(self)
         return tuple(map(plan.tokens_of, self.split))
 
     def loader(
@@ -355,7 +347,7 @@ class Plan(PlanRecord):
         from autosplit.parallel.rebuilt_loader import loader_around
 
         order: Any = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-        return loader_around(data, self._sampler, self.loader_keywords, **order, options=options)
+        return loader_around(data, self._sampler, loader_keywords(self), **order, options=options)
 
     def steps(
         self,
@@ -407,8 +399,8 @@ class Plan(PlanRecord):
         from autosplit.parallel.oom_cuts import cuts_for
         from autosplit.parallel.optimizer_steps import steps
 
-        least = 1 if self.region is None else self.region.least_share
-        cuts = cuts_for(loader, on_oom, dim=self.batch_dim, least=least, count=count, note=self.note)
+        note = partial(add_note_to_file, self)
+        cuts = cuts_for(loader, on_oom, dim=self.batch_dim, least=least_share(self), count=count, note=note)
         made = steps(
             loader,
             batch_size=self.batch_size,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -306,80 +305,14 @@ class PlanRecord:
         None if only one of them is possible. Also None if the devices share a CPU, because splitting brings no gain
         there.
         """
-        if len(self.devices) == 1 or self.shares_processor or self.region is None or not self.ddp.ranks:
+        if len(self.devices) == 1 or shares_processor(self) or self.region is None or not self.ddp.ranks:
             return None
         return "ddp" if self.ddp.samples_per_s > self.samples_per_s else "balanced"
-
-    @property
-    def shares_processor(self) -> bool:
-        """Whether the devices are parts of one CPU, so that splitting brings no gain."""
-        return len(self.devices) > 1 and all(device.kind == "cpu" for device in self.devices)
 
     @property
     def path(self) -> Path | None:
         """The file that the plan was read from or stored in, or None. The JSON does not contain it."""
         return self.__dict__.get("_path")
-
-    def kept_at(self, path: Path | None) -> Self:
-        """Return a copy of the plan with this `path`. Call it after `dataclasses.replace`, which drops the path."""
-        kept = replace(self)
-        object.__setattr__(kept, "_path", path)
-        return kept
-
-    def with_notes(self, *first: Note, last: Iterable[Note] = ()) -> Self:
-        """Return the plan with notes added before (`first`) and after (`last`) its own notes."""
-        return replace(self, notes=(*first, *self.notes, *last)).kept_at(self.path)
-
-    def note(self, note: Note) -> None:
-        """Add a note to the plan's file. Do nothing if the plan has no writable file."""
-        if self.path is not None:
-            with contextlib.suppress(PlanError, OSError):
-                plan = type(self).load(self.path)
-                if note not in plan.notes:
-                    mode = stat.S_IMODE(self.path.stat().st_mode)
-                    replace_file(self.path, plan.with_notes(last=[note]).to_json() + "\n", mode=mode)
-
-    @property
-    def loader_keywords(self) -> dict[str, Any]:
-        """The settings found for the data loader, as keyword arguments of a DataLoader. Empty if there are none."""
-        return {} if self.loader_settings is None else self.loader_settings.to_dict()
-
-    @property
-    def takes_samples_per_s(self) -> float:
-        """Samples per second that the data loader must deliver, at the plan's lengths if it has any."""
-        return self.samples_per_s if self.lengths is None else self.lengths.samples_per_s
-
-    def required_lengths(self) -> LengthPlan:
-        """Return the plan for samples of different lengths. Raise PlanError if there is none."""
-        if self.lengths is None:
-            raise PlanError(
-                "the plan was not tuned for samples of different lengths. Tune with lengths=[len(sample) for sample in "
-                "dataset].",
-                code="plan-without-lengths",
-            )
-        return self.lengths
-
-    def bare(self) -> Self:
-        """Return the plan without its notes and its explanation. All other fields are equal on all ranks."""
-        return replace(self, notes=(), explained=None)
-
-    @property
-    def attention(self) -> dict[str, tuple[str, ...]]:
-        """The attention back ends, each with the labels of the devices that use it."""
-        names = {name for device in self.devices for name in device.attention}
-        return {name: tuple(one.label for one in self.devices if name in one.attention) for name in sorted(names)}
-
-    def repeated(self) -> dict[str, Any]:
-        """Return the plan's values that `Explanation` contains unchanged, by name."""
-        numbers = ("samples_per_s", "loader_samples_per_s", "fastest", "effective_batch_size")
-        names = (*numbers, "simulated", "shares_processor", "ways", "lengths", "fits", "attention")
-        ddp = {"ddp_samples_per_s": self.ddp.samples_per_s, "ddp_measured": self.ddp.measured}
-        return {name: getattr(self, name) for name in names} | ddp
-
-    def digest(self) -> str:
-        """Return 64 hexadecimal digits that identify the numbers an explanation depends on, equal in every process."""
-        devices = [replace(device, uuid=None, driver=None) for device in self.devices]
-        return hashlib.sha256(msgspec.json.encode([devices, *(getattr(self, name) for name in _EXPLAINED)])).hexdigest()
 
     # JSON
 
@@ -433,7 +366,7 @@ class PlanRecord:
                 "a key that autosplit profiles lists.",
                 code="plan-unreadable",
             ) from error
-        return cls.from_json(text, source=os.fspath(path)).kept_at(Path(path))
+        return with_path(cls.from_json(text, source=os.fspath(path)), Path(path))
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str = "the text") -> Self:
@@ -472,12 +405,72 @@ class PlanRecord:
         return plan
 
 
-_EXPLAINED = (
-    *("split", "effective_batch_size", "samples_per_s", "even_samples_per_s", "region", "fit", "trials", "ddp"),
-    *("effective_batch_sizes", "max_batch_size", "accumulates", "sample_batch_size", "simulated", "changes"),
-    *("loader_samples_per_s", "ways", "lengths", "fits"),
-)
-"""Fields that an explanation depends on, in addition to the devices."""
+P = TypeVar("P", bound=PlanRecord)
+
+
+def with_path(plan: P, path: Path | None) -> P:
+    """Return a copy of the plan with this `path`."""
+    found = replace(plan)
+    object.__setattr__(found, "_path", path)
+    return found
+
+
+def replaced(plan: P, **changes: Any) -> P:
+    """Return `dataclasses.replace(plan, **changes)` with the plan's `path`, which `replace` drops."""
+    return with_path(replace(plan, **changes), plan.path)
+
+
+def with_notes(plan: P, *first: Note, last: Iterable[Note] = ()) -> P:
+    """Return the plan with notes added before (`first`) and after (`last`) its own notes."""
+    return replaced(plan, notes=(*first, *plan.notes, *last))
+
+
+def without_notes(plan: P) -> P:
+    """Return the plan without its notes and its explanation. All other fields are equal on all ranks."""
+    return replace(plan, notes=(), explained=None)
+
+
+def add_note_to_file(plan: PlanRecord, note: Note) -> None:
+    """Add a note to the plan's file. Do nothing if the plan has no writable file."""
+    if plan.path is not None:
+        with contextlib.suppress(PlanError, OSError):
+            saved = type(plan).load(plan.path)
+            if note not in saved.notes:
+                mode = stat.S_IMODE(plan.path.stat().st_mode)
+                replace_file(plan.path, with_notes(saved, last=[note]).to_json() + "\n", mode=mode)
+
+
+def reduce_of(plan: PlanRecord) -> Literal["samples", "tokens", "next tokens", "sum"] | None:
+    """Return how scalar outputs of the devices are combined, as the checks detected it. None if unknown."""
+    if plan.loss_reduction == "sum":
+        return "sum"
+    return next((check.reduce for check in plan.checks if check.reduce is not None), None)
+
+
+def shares_processor(plan: PlanRecord) -> bool:
+    """Return whether the devices are parts of one CPU, so that splitting brings no gain."""
+    return len(plan.devices) > 1 and all(device.kind == "cpu" for device in plan.devices)
+
+
+def least_share(plan: PlanRecord) -> int:
+    """Return the fewest samples on which a device of BalancedDataParallel trains."""
+    return 1 if plan.region is None else plan.region.least_share
+
+
+def loader_keywords(plan: PlanRecord) -> dict[str, Any]:
+    """Return the settings found for the data loader, as keyword arguments of a DataLoader."""
+    return {} if plan.loader_settings is None else plan.loader_settings.to_dict()
+
+
+def required_lengths(plan: PlanRecord) -> LengthPlan:
+    """Return the plan for samples of different lengths. Raise PlanError if there is none."""
+    if plan.lengths is None:
+        raise PlanError(
+            "the plan was not tuned for samples of different lengths. Tune with lengths=[len(sample) for sample in "
+            "dataset].",
+            code="plan-without-lengths",
+        )
+    return plan.lengths
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,17 @@ processes, hosts or URLs (notes, and errors of failed trials). The saved plan ke
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
 
 from autosplit.notes import Note
-from autosplit.plan.record import PlanRecord
+from autosplit.plan.record import P
 from autosplit.solve.memory import Ceiling
 from autosplit.solve.trial import Trial
-
-AnyPlan = TypeVar("AnyPlan", bound=PlanRecord)
 
 LEFT_OUT = Note("notes-left-out", "The notes are left out. autosplit show prints the notes of the saved plan.")
 FAILED = "failed (the saved plan has the reason)"
 
 
-def shareable(plan: AnyPlan) -> AnyPlan:
+def shareable(plan: P) -> P:
     """Return the plan without UUIDs and texts that identify its owner or machine."""
 
     def quiet(ceiling: Ceiling) -> Ceiling:

@@ -24,23 +24,14 @@ _MOST_OTHER_BOUNDS = 8
 
 def unsound_part(plan: Any) -> str | None:
     """Describe the first contradiction in a plan. Return None if there is none."""
-    return next(_unsound(plan), None)
-
-
-def _unsound(plan: Any) -> Iterator[str]:
-    count = len(plan.devices)
     for name in ("machine", "workload"):
         if _is_deeper(getattr(plan, name), DEEPEST):
-            yield f"{name} is nested over {DEEPEST} levels deep"
-            return
-    yield from _unsound_devices(plan)
-    yield from _unsound_ranks(plan, count)
-    yield from _unsound_measurements(plan, count)
-    yield from _unsound_changes(plan, count)
-    yield from _unsound_explanation(plan, count)
+            return f"{name} is nested over {DEEPEST} levels deep"
+    checks = (_unsound_devices, _unsound_ranks, _unsound_measurements, _unsound_changes, _unsound_explanation)
+    return next((text for check in checks for text in check(plan, len(plan.devices))), None)
 
 
-def _unsound_devices(plan: Any) -> Iterator[str]:
+def _unsound_devices(plan: Any, _count: int) -> Iterator[str]:
     kinds = {device.kind for device in plan.devices}
     if "sim" in kinds and len(kinds) > 1:
         yield f"its devices are {' and '.join(sorted(kinds))}, but simulated and real devices can't be mixed"

@@ -17,7 +17,7 @@ from autosplit.rng import kept_rng
 from autosplit.runtime.live_tensors import untouched
 from autosplit.runtime.prepare import build, follow, isolated_runtime, runtime_for, workload_source
 from autosplit.solve.memory import Ceiling, Role
-from autosplit.workload.fits import COPYING
+from autosplit.workload.workload import COPYING
 
 _UNBOUNDED_BYTES = 2**62
 """More bytes than any device has."""

@@ -26,8 +26,10 @@ from autosplit.rng import kept_rng
 from autosplit.runtime.fake_copy import built_without_memory, fake_mode, mode_of
 from autosplit.runtime.live_tensors import untouched
 from autosplit.runtime.prepare import build, workload_source
-from autosplit.workload.batch import batch_size_of, chunk, tensors_of
-from autosplit.workload.workload import Workload
+from autosplit.workload.batch import chunk
+from autosplit.workload.samples import batch_size_of
+from autosplit.workload.tree import tensors_of
+from autosplit.workload.workload import Workload, made_batch, modules_of
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ def check(workload: Any) -> tuple[Check, ...]:
     source = workload_source(workload, None, {})
     with kept_rng():
         first = build(source, parse_devices("sim:H100-80GB"))  # For this device, a large model is built without memory.
-        needed_bytes, available_bytes = _gradients_bytes(first.workload.modules), available_host_bytes()
+        needed_bytes, available_bytes = _gradients_bytes(modules_of(first.workload)), available_host_bytes()
         if needed_bytes > available_bytes:
             raise WorkloadError(
                 f"Gradients in float64 take {needed_bytes / 2**30:.1f} GiB. Expected at most the "
@@ -140,7 +142,7 @@ def _without_rounding(found: Check) -> Check:
 
 
 def _with_model(workload: Workload) -> Workload:
-    if workload.modules:
+    if modules_of(workload):
         return workload
     model: Any = workload.model
     with users_errors("the model factory"):
@@ -158,7 +160,7 @@ def _batch_of(workload: Workload) -> Any:
             f"needs {LEAST_SAMPLES} or more different samples. Pass a larger sample batch, or make_batch=.",
             code="check-sample-count",
         )
-    return workload.made_batch(MADE_SAMPLES)
+    return made_batch(workload, MADE_SAMPLES)
 
 
 def _gradients_bytes(modules: Sequence[nn.Module]) -> int:
@@ -168,9 +170,9 @@ def _gradients_bytes(modules: Sequence[nn.Module]) -> int:
 def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
     """Raise TooDearError if the model can't be checked in real memory. Return whether it has real memory."""
     model: Any = workload.model
-    is_made = bool(workload.modules)
-    modules = workload.modules if is_made else (built_without_memory(model, fake_mode()),)
-    tensors = [t for module in workload.modules for t in (*module.parameters(), *module.buffers())]
+    is_made = bool(modules_of(workload))
+    modules = modules_of(workload) if is_made else (built_without_memory(model, fake_mode()),)
+    tensors = [t for module in modules_of(workload) for t in (*module.parameters(), *module.buffers())]
     is_meta = any(t.is_meta for t in (*tensors, *tensors_of(workload.sample_batch)))
     has_no_memory = is_meta or (is_made and mode_of(workload) is not None)
     if has_no_memory and not can_be_rebuilt:

@@ -20,8 +20,9 @@ from autosplit.probe.loss_rule import Rule, mixed, reduction_of, rule_of
 from autosplit.probe.module_hooks import NormSeen, first_difference, freeze, printing, watching_draws, watching_norms
 from autosplit.probe.state_check import State, lost_names, state_check
 from autosplit.torch_versions import BATCH_NORMS
-from autosplit.workload.batch import batch_size_of, marked, named_leaves
-from autosplit.workload.workload import Workload
+from autosplit.workload.samples import batch_size_of
+from autosplit.workload.tree import marked, named_leaves
+from autosplit.workload.workload import Workload, modules_of, sample_text
 
 LEAST_SAMPLES = 4
 """Smallest number of samples of a check. Fewer can't be split unevenly, and repeated samples would hide differences."""
@@ -61,7 +62,7 @@ def begin(workload: Workload, batch: Any, closing: ExitStack, limit_s: float | N
             if not isinstance(error, Exception) or isinstance(error, (AutosplitError, TooDearError, MemoryError)):
                 raise
             if dtype == torch.float32:
-                raise from_user_code(error, workload.sample_text) from error
+                raise from_user_code(error, sample_text(workload)) from error
             refusal = one_line(error)
             continue
         closing.callback(copy.close)
@@ -71,7 +72,7 @@ def begin(workload: Workload, batch: Any, closing: ExitStack, limit_s: float | N
 
 def _shares_of(workload: Workload, size: int) -> tuple[int, int]:
     """Split a batch size unevenly. If the model has BatchNorm layers, each part gets at least two samples."""
-    normed = any(isinstance(part, BATCH_NORMS) for module in workload.modules for part in module.modules())
+    normed = any(isinstance(part, BATCH_NORMS) for module in modules_of(workload) for part in module.modules())
     first = max(2 if normed or size > LEAST_SAMPLES else 1, size // 3)
     return first, size - first
 

@@ -27,9 +27,10 @@ from autosplit.parallel.loss_weights import Reduce
 from autosplit.parallel.replicate import BufferCopies, moving_buffers
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.tracked_step import wrapper_for
-from autosplit.workload.batch import chunk, map_tensors
-from autosplit.workload.model_call import on_first_device
+from autosplit.workload.batch import chunk
+from autosplit.workload.model_call import on_first_device, training_loss
 from autosplit.workload.models import Models
+from autosplit.workload.tree import map_tensors
 from autosplit.workload.workload import Workload
 
 Gradients = dict[str, Tensor]
@@ -195,14 +196,14 @@ class QuietCopy:
         if self.workload.step is not None:
             return []
         with self._alike():
-            return [*label_means(self.workload.loss(self.trainee.models.given, self.batch), self.batch)]
+            return [*label_means(training_loss(self.workload, self.trainee.models.given, self.batch), self.batch)]
 
     def _run(self, models: Models, batch: Any, *, scale: float = 1.0) -> Gradients:
         workload, self._seen = self.workload, {}
         for parameter in self._parameters:
             parameter.grad = None
         if workload.step is None:
-            (workload.loss(models.given, batch) * scale).backward()
+            (training_loss(workload, models.given, batch) * scale).backward()
         else:
             workload.step(models.given, self.trainee.optimizers.given, on_first_device(batch, models))
         found = self._seen or {GRADIENT: _gradient_of(self._parameters)}

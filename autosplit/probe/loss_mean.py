@@ -28,7 +28,8 @@ from autosplit.parallel.batch_counts import Count
 from autosplit.parallel.loss_graph import LabelMean, UnevenLossWarning, label_means
 from autosplit.parallel.loss_weights import IGNORED_LABEL
 from autosplit.text import printable
-from autosplit.workload.batch import batch_size_of, children_of, leaves_of, map_tensors
+from autosplit.workload.samples import batch_size_of
+from autosplit.workload.tree import children_of, leaves_of, map_tensors
 
 MOST_SAMPLES = 8
 """Largest number of samples that a loss is run on."""

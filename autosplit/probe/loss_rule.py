@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autosplit.parallel.loss_weights import IGNORED_LABEL, is_integer
 from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, relative
-from autosplit.workload.batch import named_leaves
+from autosplit.workload.tree import named_leaves
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.torch_versions import BATCH_NORMS
-from autosplit.workload.batch import tensors_of
+from autosplit.workload.tree import tensors_of
 
 
 @dataclass

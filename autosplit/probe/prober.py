@@ -23,6 +23,7 @@ from autosplit.runtime.tracer import Tracer
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.memory import MemoryParts, Role
 from autosplit.text import ms_text
+from autosplit.workload.workload import copying
 
 _log = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ class Prober:
             evaluates = shape.arrangement == "eval"
             # The first step creates the optimizer state. Copies of the state must then fit in the second step, so one
             # more step runs.
-            first = 3 if self.tracer.workload.copies else 2
+            first = 3 if copying(self.tracer.workload.fits) else 2
             self.count(1 if self._has_state or evaluates else first)
             self._has_state = self._has_state or not evaluates
             return self.runtime.peaks(shape)

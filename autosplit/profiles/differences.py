@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import shown
 from autosplit.notes import Note
 from autosplit.plan.plan import Plan
 from autosplit.text import listed, size_text
+
+if TYPE_CHECKING:
+    from autosplit.profiles.key import ProfileKey
 
 NEAREST_PROFILE = "nearest-profile"
 """The kind of the note that names the most similar profile."""
@@ -44,28 +48,22 @@ _SAID = {
 
 
 def nearest_note(
-    remembered: Iterable[tuple[Path, Plan | None]],
-    *,
-    machine: Mapping[str, Any],
-    workload: Mapping[str, Any],
-    request: Mapping[str, Any],
-    ignoring: Sequence[str] = (),
+    remembered: Iterable[tuple[Path, Plan | None]], key: ProfileKey, *, ignoring: Sequence[str] = ()
 ) -> Note | None:
     """Return a note on the most similar profile and its differences, or None if no profile has this model's name.
 
     Args:
         remembered: The profiles, the newest first. Unreadable profiles are skipped.
-        request: The request in the form that a plan stores.
         ignoring: Parts of the workload. A plan with no other differences is skipped.
     """
     found: list[tuple[int, Path, list[str]]] = []
     for path, plan in remembered:
-        if plan is None or plan.workload.get("model") != workload.get("model"):
+        if plan is None or plan.workload.get("model") != key.workload.get("model"):
             continue
         try:
-            told = differences(plan, machine=machine, workload=workload, request=request)
-            ignored = {**workload, **{part: plan.workload.get(part) for part in ignoring}}
-            others = differences(plan, machine=machine, workload=ignored, request=request)
+            told = differences(plan, key)
+            ignored = {**key.workload, **{part: plan.workload.get(part) for part in ignoring}}
+            others = differences(plan, replace(key, workload=ignored))
         except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
             continue
         if others:
@@ -82,12 +80,10 @@ def nearest_note(
     return Note(NEAREST_PROFILE, text)
 
 
-def differences(
-    plan: Plan, *, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any]
-) -> list[str]:
-    """Return a clause for each difference between a plan and this machine, workload and request, in this order."""
-    told = [*_of_machine(plan.machine, machine), *_of_workload(plan.workload, workload)]
-    return [*told, *_of_request(plan, machine, request)]
+def differences(plan: Plan, key: ProfileKey) -> list[str]:
+    """Return a clause for each difference between a plan and a key's machine, workload and request, in this order."""
+    told = [*_of_machine(plan.machine, key.machine), *_of_workload(plan.workload, key.workload)]
+    return [*told, *_of_request(plan, key.machine, key.request)]
 
 
 def _of_machine(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -164,14 +160,8 @@ def _of_workload(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def _of_request(plan: Plan, machine: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    before = plan.request
-    if not before:
-        # Compare only the parts that an older file has.
-        sizes = plan.effective_batch_sizes
-        asked = None if sizes is None else sizes[0] if sizes[0] == sizes[1] else list(sizes)
-        before = {**now, "effective_batch_size": asked, "max_batch_size": plan.max_batch_size}
     same_machine = plan.machine.get("devices") == machine.get("devices")
-    return _differing((*_ASKED, *(("devices",) if same_machine else ())), before, now)
+    return _differing((*_ASKED, *(("devices",) if same_machine else ())), plan.request, now)
 
 
 def _text(value: Any) -> str:

@@ -13,6 +13,7 @@ from autosplit.accelerators import backend, is_accelerator
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.record import SCHEMA_VERSION
 from autosplit.workload.fingerprint import Describer, digest_of, qualified_name, tensors_in, text_of
+from autosplit.workload.workload import modules_of
 
 if TYPE_CHECKING:
     from autosplit.devices.device import Device
@@ -70,7 +71,7 @@ def workload_of(workload: Workload) -> dict[str, Any]:
     code and the values that the code refers to are hashed.
     """
     models: Any = workload.model
-    parts = workload.modules or (models,)
+    parts = modules_of(workload) or (models,)
     modules = [part for part in parts if hasattr(part, "named_modules") and not isinstance(part, type)]
     counts = [parameters_in(module) for module in modules]
     described = {
@@ -124,15 +125,7 @@ class ProfileKey:
 
     @property
     def digest(self) -> str:
-        """The profile's key, 32 hexadecimal digits."""
+        """The profile's key, 32 hexadecimal digits. The name distinguishes plans that are equal otherwise."""
         facts = {fact: value for fact, value in self.request.items() if fact != "name"}
-        return key_of(self.machine, self.workload, facts, self.request.get("name"))
-
-
-def key_of(
-    machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any], name: str | None
-) -> str:
-    """Return the key of a plan, 32 hexadecimal digits. `name` distinguishes plans that are equal otherwise."""
-    return digest_of(
-        {"schema": SCHEMA_VERSION, "machine": machine, "workload": workload, "request": request, "name": name}
-    )
+        parts = {"machine": self.machine, "workload": self.workload, "request": facts}
+        return digest_of({"schema": SCHEMA_VERSION, **parts, "name": self.request.get("name")})

@@ -27,7 +27,7 @@ from autosplit.files import (
 )
 from autosplit.notes import Note
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import MAX_FILE_BYTES
+from autosplit.plan.record import MAX_FILE_BYTES, with_path
 
 if TYPE_CHECKING:
     from autosplit.profiles.key import ProfileKey
@@ -77,12 +77,10 @@ def turn_path(key: str) -> Path:
     return _path_of(key).with_suffix(TURN_SUFFIX)
 
 
-def find(
-    key: str, *, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any] | None = None
-) -> Found:
+def find(key: str, wanted: ProfileKey) -> Found:
     """Return the plan of a key, or the reason why its file cannot be used. Invalid content never raises.
 
-    The plan must have this machine, workload and request (with the name). Plans in older files have no request.
+    The plan must have the machine, workload and request (with the name) of `wanted`.
     """
     try:
         path = _path_of(key)
@@ -94,7 +92,7 @@ def find(
     try:
         plan = _read(path)
         if plan is not None:
-            _refuse_foreign(plan, machine, workload, request)
+            _refuse_foreign(plan, wanted)
     except _SpoiledError as error:
         note = Note("profile-ignored", f"The profile {path} was ignored: {str(error).rstrip('.')}. {_put_aside(path)}.")
         return Found(None, path, (note,))
@@ -135,18 +133,14 @@ def _read(path: Path) -> Plan | None:
             f"it can't be read ({error.strerror or error}). Expected a file. Delete it", code="profile-unreadable"
         ) from error
     try:
-        return Plan.from_json(content, source="it").kept_at(path)
+        return with_path(Plan.from_json(content, source="it"), path)
     except PlanError as error:
         raise _SpoiledError(str(error)) from error
 
 
-def _refuse_foreign(
-    plan: Plan, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any] | None
-) -> None:
-    pairs = [("machine", plan.machine, machine), ("workload", plan.workload, workload)]
-    if plan.request and request is not None:
-        pairs.append(("request", plan.request, dict(request)))
-    for what, stored, given in pairs:
+def _refuse_foreign(plan: Plan, wanted: ProfileKey) -> None:
+    for what in ("machine", "workload", "request"):
+        stored, given = getattr(plan, what), getattr(wanted, what)
         differing = sorted(
             name
             for name in {*stored, *given}
@@ -158,7 +152,7 @@ def _refuse_foreign(
                 "Delete it, or let this run replace it",
                 code="profile-foreign",
             )
-    expected = [(run["kind"], run["name"]) for run in machine["devices"] for _ in range(run["count"])]
+    expected = [(run["kind"], run["name"]) for run in wanted.machine["devices"] for _ in range(run["count"])]
     if [(device.kind, device.name) for device in plan.devices] != expected:
         raise _SpoiledError("its devices differ from its machine's. Expected equal ones")
 
@@ -172,7 +166,7 @@ def _same(stored: Any, given: Any) -> bool:
 
 def stored(key: ProfileKey, plan: Plan) -> tuple[Path | None, tuple[Note, ...]]:
     """Save a plan, and return its file and notes. A plan of an interrupted search does not replace a complete plan."""
-    there = None if plan.complete else found_for(key).plan
+    there = None if plan.complete else find(key.digest, key).plan
     if there is not None and there.complete:
         text = "The plan is not saved, because its search was interrupted."
         return None, (Note(NOT_SAVED, text),)
@@ -180,11 +174,6 @@ def stored(key: ProfileKey, plan: Plan) -> tuple[Path | None, tuple[Note, ...]]:
         return store(key.digest, plan), ()
     except ProfileError as error:
         return None, (Note(NOT_SAVED, f"The plan is not saved: {error}"),)
-
-
-def found_for(key: ProfileKey) -> Found:
-    """Return the plan of a key, see `find`."""
-    return find(key.digest, machine=key.machine, workload=key.workload, request=key.request)
 
 
 def amend(key: str, plan: Plan, changes: Mapping[str, Any]) -> None:

@@ -38,19 +38,17 @@ def _is_usable(plan: Plan, here: Mapping[str, Any]) -> bool:
     present: Counter[tuple[str, ...]] = Counter()
     for run in here["devices"]:
         present[_model_of(run)] += run["count"]
-    return any(all(present[model] >= count for model, count in one.items()) for one in _wanted(plan.machine))
+    try:
+        wanted = _wanted(plan.machine)
+    except (AttributeError, KeyError, TypeError, ValueError):  # the file's description is invalid
+        return False
+    return any(all(present[model] >= count for model, count in one.items()) for one in wanted)
 
 
 def _wanted(machine: Mapping[str, Any]) -> list[Counter[tuple[str, ...]]]:
-    """Return the devices that each machine of a plan's job must have, or [] if the description is invalid."""
-    if not all(isinstance(run, dict) and isinstance(run.get("count"), int) for run in machine["devices"]):
-        return []
+    """Return the devices that each machine of a plan's job must have."""
     devices = [run for run in machine["devices"] for _ in range(min(run["count"], MOST_DEVICES))]
     counts = machine.get("ranks_per_machine", [len(devices)])
-    if not isinstance(counts, list) or not all(
-        isinstance(count, int) and 0 < count <= MOST_DEVICES for count in counts
-    ):
-        return []
     wanted, rest = [], iter(devices)
     for count in counts[:MOST_DEVICES]:
         here: Counter[tuple[str, ...]] = Counter()

@@ -30,7 +30,8 @@ from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
 from autosplit.runtime.timing import timed
 from autosplit.runtime.tracked_step import bucket_bytes, gradients_in, views_buckets, wrapper_for
 from autosplit.runtime.trainee import Trainee
-from autosplit.workload.batch import map_tensors, unmarked
+from autosplit.workload.batch import unmarked
+from autosplit.workload.tree import map_tensors
 from autosplit.workload.workload import Workload
 
 T = TypeVar("T")

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from autosplit.accelerators import accelerator_kind
 from autosplit.runtime.build_small import settings_kept_on_failure
 from autosplit.torch_versions import FakeTensor, FakeTensorMode, is_wrapper_subclass
-from autosplit.workload.batch import tensors_of
 from autosplit.workload.models import Models
-from autosplit.workload.workload import Workload
+from autosplit.workload.tree import tensors_of
+from autosplit.workload.workload import Workload, modules_of
 
 
 def fake_mode() -> FakeTensorMode:
@@ -46,7 +46,7 @@ def built_without_memory(build: Callable[[], Any], mode: FakeTensorMode) -> Any:
 
 def mode_of(workload: Workload) -> FakeTensorMode | None:
     """Return the fake mode of a workload's tensors, or None if they are real."""
-    tensors = [*(p for module in workload.modules for p in module.parameters()), *tensors_of(workload.sample_batch)]
+    tensors = [*(p for module in modules_of(workload) for p in module.parameters()), *tensors_of(workload.sample_batch)]
     return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
 
 

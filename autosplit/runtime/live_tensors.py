@@ -20,7 +20,7 @@ from autosplit.parallel.replicate import moving_buffers
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.torch_versions import FakeTensor
 from autosplit.workload.fingerprint import named_by
-from autosplit.workload.workload import Workload
+from autosplit.workload.workload import Workload, modules_of
 
 MOST_LOOKED_AT = 10_000
 """Maximum number of values that the search visits. A function may refer to a list of a million samples."""
@@ -34,7 +34,7 @@ def untouched(workload: Workload) -> Iterator[None]:
     """
     reached = list(_reached(workload))
     modules = [one for one in reached if isinstance(one, nn.Module)]
-    tensors: list[Tensor] = [p for module in (*workload.modules, *modules) for p in module.parameters()]
+    tensors: list[Tensor] = [p for module in (*modules_of(workload), *modules) for p in module.parameters()]
     tensors += [one for one in reached if isinstance(one, Tensor) and one.is_leaf]
     kept = {id(tensor): (tensor, tensor.grad) for tensor in tensors if tensor.requires_grad}
     moving = [buffer for module in modules for _, _, buffer in moving_buffers(module)]

@@ -25,7 +25,7 @@ from autosplit.torch_versions import FakeTensor, FakeTensorMode, set_versions, s
 from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.compiled import eager_of, scripted_part, with_eager_parts
 from autosplit.workload.models import Models, Several
-from autosplit.workload.workload import Workload
+from autosplit.workload.workload import Workload, models_of, modules_of, optimizers_of
 
 
 def training_copy(
@@ -100,8 +100,9 @@ def _checkpointed(wanted: Checkpointing, models: Models, restore: Callable[[], N
 
 
 def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Models, bool]:
-    if workload.models is not None:
-        return workload.models.map(eager_of), False
+    models = models_of(workload)
+    if models is not None:
+        return models.map(eager_of), False
     build: Any = workload.model
     made = build() if mode is None else built_without_memory(build, mode)
     if not isinstance(made, nn.Module):
@@ -183,13 +184,13 @@ def _refuse_meta(models: Models) -> None:
 
 
 def _live_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
-    return [item for item in workload.optimizers.items if isinstance(item, torch.optim.Optimizer)]
+    return [item for item in optimizers_of(workload).items if isinstance(item, torch.optim.Optimizer)]
 
 
 def _copied_optimizers(
     workload: Workload, models: Models, memo: dict[int, Any], mode: FakeTensorMode | None
 ) -> Several[torch.optim.Optimizer]:
-    given = workload.optimizers
+    given = optimizers_of(workload)
     count = len(given.items)
     made = [_optimizer(item, _parameters(models.modules, i, count), memo, mode) for i, item in enumerate(given.items)]
     for optimizer in made if workload.step is None else ():
@@ -287,7 +288,8 @@ def _choose_gpu_variants(optimizers: Several[torch.optim.Optimizer]) -> None:
 
 def bytes_on_accelerators(workload: Workload) -> dict[torch.device, int]:
     """Return the bytes of a live model and its live optimizers on each accelerator."""
-    tensors = [t for model in workload.modules for p in (*model.parameters(), *model.buffers()) for t in (p, p.grad)]
+    models = modules_of(workload)
+    tensors = [t for model in models for p in (*model.parameters(), *model.buffers()) for t in (p, p.grad)]
     tensors += [t for optimizer in _live_optimizers(workload) for t in state_tensors(optimizer)]
     held = {storage_key(t.untyped_storage()): t for t in tensors if t is not None and t.layout is torch.strided}
     found: dict[torch.device, int] = {}

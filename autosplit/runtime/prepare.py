@@ -37,7 +37,7 @@ from autosplit.text import size_text
 from autosplit.torch_versions import FakeTensor
 from autosplit.workload.compiled import fused_share_of
 from autosplit.workload.sequence_length import at_length
-from autosplit.workload.workload import PRECISIONS, Workload, precision_name
+from autosplit.workload.workload import PRECISIONS, Workload, modules_of, precision_name
 
 if TYPE_CHECKING:
     from autosplit.runtime.subprocess_runtime import IsolatedRuntime, RealRuntime
@@ -351,7 +351,7 @@ def _refuse_beyond_this_machine(workload: Workload, error: Exception) -> None:
 
 
 def _bytes_to_train(workload: Workload) -> int:
-    return 3 * sum(parameter.nbytes for module in workload.modules for parameter in module.parameters())
+    return 3 * sum(parameter.nbytes for module in modules_of(workload) for parameter in module.parameters())
 
 
 def _built(source: Source) -> Workload:
@@ -376,7 +376,7 @@ def runtime_for(
         assert followed.isolated.devices == devices, (followed.isolated.devices, devices)
         return followed.isolated
     if devices[0].kind == "sim":
-        fused_share = fused_share_of(followed.workload.modules)
+        fused_share = fused_share_of(modules_of(followed.workload))
         return SimulatedRuntime(devices, capacities_bytes, followed.traces, fused_share=fused_share)
     return _real_runtime(devices, capacities_bytes, followed.workload, closing)
 

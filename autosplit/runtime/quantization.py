@@ -11,7 +11,7 @@ from torch import nn
 
 from autosplit.errors import WorkloadError
 from autosplit.torch_versions import is_wrapper_subclass
-from autosplit.workload.workload import Workload
+from autosplit.workload.workload import Workload, modules_of, optimizers_of
 
 LAYERS = frozenset({"auto_gptq", "awq", "bitsandbytes", "gptqmodel", "hqq"})
 """Packages with layers that contain packed weights. Their kernels run only on GPUs."""
@@ -29,7 +29,7 @@ def refuse_quantized(workload: Workload) -> None:
         WorkloadError: A layer or optimizer has its own kernels, as bitsandbytes has, or a parameter wraps other
             tensors.
     """
-    for module in workload.modules:
+    for module in modules_of(workload):
         for name, part in module.named_modules():
             if _package(type(part)) in LAYERS:
                 _refuse(f"Layer {name or 'model'} is {_name(type(part))}, with quantised weights")
@@ -60,7 +60,7 @@ def _name(kind: type) -> str:
 
 def _optimizer_classes(workload: Workload) -> Iterator[type]:
     """Yield the classes of the workload's optimizers. A factory is called with one small parameter."""
-    for given in workload.optimizers.items:
+    for given in optimizers_of(workload).items:
         made: Any = given.func if isinstance(given, partial) else given
         if not isinstance(made, (type, torch.optim.Optimizer)) and callable(made):
             try:

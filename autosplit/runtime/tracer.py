@@ -42,7 +42,8 @@ from autosplit.runtime.transformers_masks import masks_of_real_tensors
 from autosplit.solve.memory import MemoryParts
 from autosplit.text import size_text
 from autosplit.torch_versions import NORMS, cublas_workspace_bytes
-from autosplit.workload.workload import Workload
+from autosplit.workload.model_call import assumptions, takes_loss_itself
+from autosplit.workload.workload import Workload, modules_of, sample_text
 
 _log = logging.getLogger(__name__)
 
@@ -324,8 +325,8 @@ class Tracer:
     def assumptions(self) -> tuple[Note, ...]:
         """Return the assumptions of the workload and its traces, one note each."""
         replaced = self.data_dependent.notes()
-        if not self.workload.takes_loss_itself or not self.runs:
-            return (*self.workload.assumptions(), *replaced)
+        if not takes_loss_itself(self.workload) or not self.runs:
+            return (*assumptions(self.workload), *replaced)
         with (
             kept_rng(),
             self.trainee.fake_mode or nullcontext(),
@@ -333,7 +334,7 @@ class Tracer:
             Tracker(["device 0"], [None], data_dependent=self.data_dependent),
             self.data_dependent.step((self.workload.sample_batch_size,), evaluates=True),
         ):
-            return (*self.workload.assumptions(self.trainee.outputs()), *replaced)
+            return (*assumptions(self.workload, self.trainee.outputs()), *replaced)
 
 
 def _trace_of(
@@ -440,7 +441,8 @@ def make_tracer(workload: Workload, *, like_gpu: bool, kernels: GpuKernels | Non
     shape = StepShape(((workload.sample_batch_size,),))
     kernels = (kernels or GpuKernels()) if like_gpu else None
     failure = _followed_fake(workload, shape, like_gpu=like_gpu, kernels=kernels)
-    has_values = not (mode_of(workload) or any(p.is_meta for module in workload.modules for p in module.parameters()))
+    has_meta = any(p.is_meta for module in modules_of(workload) for p in module.parameters())
+    has_values = not (mode_of(workload) or has_meta)
     if has_values and like_gpu and needs_values(failure.data_dependent if isinstance(failure, Tracer) else failure):
         found = replayed(partial(_traced_once, workload, shape, kernels=kernels), shape)
         failure = failure if found is None else found
@@ -450,7 +452,7 @@ def make_tracer(workload: Workload, *, like_gpu: bool, kernels: GpuKernels | Non
         failure = failure.data_dependent.as_error()
     if not has_values:
         raise from_user_code(failure, "The model, traced with fake tensors on its own sample batch,")
-    with users_errors(workload.sample_text):
+    with users_errors(sample_text(workload)):
         tracer = _traced_once(workload, shape, fake=False, like_gpu=like_gpu, kernels=kernels)
     return tracer, (
         f"autosplit can't trace the model with fake tensors ({_cause_text(failure)}). It traced real tensors on "

@@ -19,7 +19,7 @@ from autosplit.parallel.side_outputs import examine_no_more
 from autosplit.runtime.memory_tracker import Left, Tracker
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.trainee import CPU, Trainee
-from autosplit.workload.batch import tensors_of
+from autosplit.workload.tree import tensors_of
 from autosplit.workload.workload import Workload
 
 T = TypeVar("T")

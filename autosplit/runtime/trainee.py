@@ -20,11 +20,12 @@ from autosplit.rng import ExtremeDraws
 from autosplit.runtime.data_dependent import needs_values
 from autosplit.runtime.fake_copy import fake_like
 from autosplit.torch_versions import FakeTensorMode, scale_each, unset_fake_temporarily
-from autosplit.workload.batch import map_tensors, resize, tensors_of
+from autosplit.workload.batch import resize
 from autosplit.workload.compiled import compiled_like, is_compiled
-from autosplit.workload.model_call import call_model, on_first_device
+from autosplit.workload.model_call import call_model, on_first_device, training_loss
 from autosplit.workload.models import Models, Several
-from autosplit.workload.workload import Workload
+from autosplit.workload.tree import map_tensors, tensors_of
+from autosplit.workload.workload import Workload, autocast, copying, made_batch
 
 CPU = torch.device("cpu")
 
@@ -67,22 +68,22 @@ class Trainee:
         """Make a batch of `n` samples, with fake tensors for a fake trainee. Shared tensors are marked as `Whole`."""
         workload, mode = self.workload, self.fake_mode
         if workload.make_batch is not None:
-            return workload.made_batch(n) if mode is None else self._fake_made_batch(n, mode)
+            return made_batch(workload, n) if mode is None else self._fake_made_batch(n, mode)
         sample = workload.sample_batch
         if mode is not None:
             sample = map_tensors(lambda tensor: fake_like(tensor, mode, self.device), sample, keeps_marks=True)
         with mode or nullcontext():
-            return resize(sample, n, workload.batch_dim, mark=True)
+            return resize(sample, n, workload.batch_dim)
 
     def _fake_made_batch(self, n: int, mode: FakeTensorMode) -> Any:
         try:
             with mode:
-                return map_tensors(lambda tensor: tensor.to(self.device), self.workload.made_batch(n))
+                return map_tensors(lambda tensor: tensor.to(self.device), made_batch(self.workload, n))
         except Exception as error:
             if not needs_values(error):
                 raise
             with unset_fake_temporarily():
-                made = self.workload.made_batch(n)
+                made = made_batch(self.workload, n)
             return map_tensors(lambda tensor: fake_like(tensor, mode, self.device), made)
 
     def batches(self, sizes: Sequence[int]) -> list[Any]:
@@ -120,7 +121,7 @@ class Trainee:
 
     def _copy_what_has_to_fit(self) -> None:
         """Copy tensors that exist twice on the device while a checkpoint is loaded or saved."""
-        wanted = self.workload.copies
+        wanted = copying(self.workload.fits)
         if self.copies[0] or not wanted:
             return
         held = self.held()
@@ -164,7 +165,7 @@ class Trainee:
         if workload.step is not None:
             assert len(batches) == 1, "a custom step can't be accumulated"
             mark("micro")
-            with workload.autocast(device_type):
+            with autocast(workload, device_type):
                 workload.step(models.given, self.optimizers.given, on_first_device(batches[0], models))
             mark("update")
         else:
@@ -174,8 +175,8 @@ class Trainee:
             for position, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
                 mark("micro")
                 with accumulation.running(is_last=position == len(batches) - 1):
-                    with workload.autocast(device_type):
-                        loss = workload.loss(models.given, batch)
+                    with autocast(workload, device_type):
+                        loss = training_loss(workload, models.given, batch)
                     if workload.loss_reduction == "mean":  # weight by samples, as `plan.steps` does
                         loss = loss * (size / total)
                     self._scaled(loss).backward()
@@ -257,7 +258,7 @@ class Trainee:
         for module, _ in modes:
             module.training = False
         try:
-            with torch.no_grad(), self.workload.autocast(self.models.device_type):
+            with torch.no_grad(), autocast(self.workload, self.models.device_type):
                 if self.workload.evaluate is not None:  # it may call methods that a wrapper lacks
                     return self.workload.evaluate(self.models.given, on_first_device(batch, self.models))
                 if self.workload.compute_loss is not None:  # only this function calls the model correctly

@@ -16,6 +16,7 @@ from autosplit.solve.problem import Problem
 from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
 from autosplit.solve.trial import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE, Trial, configuration_of
+from autosplit.workload.model_call import called_with
 from autosplit.workload.workload import Workload
 
 DDP_NOTE = Note(
@@ -87,7 +88,7 @@ def assembled(request: Request, workload: Workload, key: ProfileKey, answer: Ans
         simulated=request.simulated,
         batch_dim=workload.batch_dim,
         loss_reduction=workload.loss_reduction,
-        called_with=workload.called_with,
+        called_with=called_with(workload),
         machine=key.machine,
         workload=key.workload,
         request=key.request,

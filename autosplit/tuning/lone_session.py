@@ -10,7 +10,7 @@ from autosplit.errors import WorkloadError, one_line
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import DdpOptions, DdpPlan
+from autosplit.plan.record import DdpOptions, DdpPlan, with_notes
 from autosplit.probe.stopwatch import timed_sizes
 from autosplit.runtime.protocol import Measurement, Runtime, StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
@@ -35,6 +35,7 @@ from autosplit.tuning.memory_bounds import MemoryBounds
 from autosplit.tuning.sensitivity import simulated_changes
 from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session, evaluation_of
 from autosplit.workload.compiled import compiled_times_note, has_compiled_parts
+from autosplit.workload.workload import modules_of
 
 DOUBTFUL_ERROR = 0.3
 """Error of the fitted time model, as a fraction. Above it, the measured times are doubtful."""
@@ -104,8 +105,8 @@ class LoneSession(Session):
             most = self.request.max_batch_size
             found = [evaluation_of(self.worker, index, most) for index in range(len(self.request.devices))]
             plan = self._with_evaluation(plan, found)
-            if any(map(has_compiled_parts, self.workload.modules)):
-                plan = plan.with_notes(last=[self.compiled_note(max(plan.split))])
+            if any(map(has_compiled_parts, modules_of(self.workload))):
+                plan = with_notes(plan, last=[self.compiled_note(max(plan.split))])
             self._say("done", "done", 1.0)
         except KeyboardInterrupt:
             best = self._best_so_far()
@@ -161,7 +162,7 @@ class LoneSession(Session):
     def compiled_note(self, samples: int) -> Note:
         """Return a note on torch.compile: the result of one compiled step, or published results for simulated GPUs."""
         if self.runtime.simulated:
-            return Note("compiled", compiled_times_note(self.workload.modules))
+            return Note("compiled", compiled_times_note(modules_of(self.workload)))
         said = "The model is compiled, but memory and time are those of the uncompiled model"
         self._report("running a compiled step")
         try:

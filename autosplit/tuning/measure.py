@@ -34,7 +34,7 @@ from autosplit.tuning.session import MOST_FORWARDS, POINT_BUDGET_S, TRIAL_BUDGET
 from autosplit.tuning.tune import NO_GPU_NOTE, devices_of_process, quiet, session_of, users_code_named, worker_for
 from autosplit.tuning.worker import Job, Variant, Worker, Workers, drive
 from autosplit.workload.compiled import has_compiled_parts
-from autosplit.workload.workload import Workload
+from autosplit.workload.workload import Workload, modules_of
 
 PREDICTED_TEXT = (
     "strategy 'ddp' in one process: the time is computed from each device's own time, and no step of all ranks ran "
@@ -125,7 +125,7 @@ def _measured(workers: Workers, split: Any, accumulation_steps: int, tell: Calla
     else:
         assert isinstance(session, LoneSession)
         found = (_rank_by_rank if request.strategy == "ddp" else _balanced)(session, asked)
-        if any(map(has_compiled_parts, session.workload.modules)):
+        if any(map(has_compiled_parts, modules_of(session.workload))):
             session.notes.append(session.compiled_note(max(asked.split)))
     defaulted = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
     text = PREDICTED_TEXT if request.simulated else PREDICTED_TEXT + ON_EVERY_RANK

@@ -33,8 +33,8 @@ from autosplit.runtime.protocol import Measurement, Runtime, StepShape
 from autosplit.runtime.timing import is_enough, median_error
 from autosplit.runtime.trainee import Trainee
 from autosplit.tuning.peers import Failure, Peers
-from autosplit.workload.batch import map_tensors
 from autosplit.workload.models import Models
+from autosplit.workload.tree import map_tensors
 from autosplit.workload.workload import Workload
 
 BLOCK_S = 0.1

@@ -9,7 +9,9 @@ from pathlib import Path
 from autosplit.errors import ProfileError, one_line
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
+from autosplit.plan.explain import with_explanation
 from autosplit.plan.plan import Plan
+from autosplit.plan.record import with_notes, with_path
 from autosplit.probe.gradient_check import NOT_FINITE
 from autosplit.probe.request import Request
 from autosplit.profiles import store as profiles
@@ -65,7 +67,7 @@ class Recalled:
     def told(self, *said: Note) -> Plan:
         """Return the plan with these notes, followed by `notes`."""
         assert self.plan is not None
-        return self.plan.with_notes(*said, *self.notes)
+        return with_notes(self.plan, *said, *self.notes)
 
     @property
     def origin(self) -> str:
@@ -82,7 +84,7 @@ def recalled(key: ProfileKey, request: Request, *, measured: bool = False) -> Re
     """
     if request.profile != "auto" or request.sampler is not None:
         return Recalled()
-    found = profiles.found_for(key)
+    found = profiles.find(key.digest, key)
     if found.plan is None:
         return Recalled(notes=found.notes, unreadable=found.unreadable)
     if not found.plan.complete:
@@ -136,8 +138,7 @@ def nearest(key: ProfileKey, request: Request, ignoring: Sequence[str] = ()) -> 
         remembered = profiles.profiles(MOST_LOOKED_AT)
     except (OSError, ProfileError):  # there is no cache
         return ()
-    parts = {"machine": key.machine, "workload": key.workload, "request": key.request}
-    told = nearest_note(remembered, **parts, ignoring=ignoring)
+    told = nearest_note(remembered, key, ignoring=ignoring)
     return () if told is None else (told,)
 
 
@@ -163,7 +164,7 @@ def kept(
         # A saved plan would repeat this warning even after the user has fixed the loss.
         failed = (Note(NOT_SAVED, "the plan is not saved, because the loss is not finite"),)
     elif is_saved:
-        plan = plan.with_explanation()
+        plan = with_explanation(plan)
         answers = workers.ask(Worker.store, key, plan)
         path, failed = answers[0][0], tuple(dict.fromkeys(note for _, notes in answers for note in notes))
     if failed and found.unreadable:
@@ -171,7 +172,7 @@ def kept(
     if path is not None and found.trouble is not None:
         text = f"autosplit could not wait for other processes that tune the same workload: {found.trouble}"
         said = (*said, Note("not-waited", text))
-    return plan.with_notes(*said, *always, last=failed).kept_at(path)
+    return with_path(with_notes(plan, *said, *always, last=failed), path)
 
 
 def with_facts(plan: Plan, request: Request) -> Plan:
@@ -263,7 +264,7 @@ def _given_up(found: Recalled, why: str) -> Recalled:
 def _confirmed(key: ProfileKey, request: Request, found: Recalled, workers: Workers) -> Plan:
     """Return a saved plan that ran on these devices. Save it with their UUIDs and drivers."""
     assert found.plan is not None
-    plan = with_facts(found.plan, request).kept_at(found.path)
+    plan = with_path(with_facts(found.plan, request), found.path)
     if request.profile != "off":
         workers.ask(Worker.store, key, plan)  # If saving fails, the next run repeats the step.
     confirmed = Note(

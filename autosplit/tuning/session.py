@@ -29,6 +29,7 @@ from autosplit.solve.trial import Trial, best_trial, configuration_of
 from autosplit.tuning.assemble import Answer, accumulates, assembled, idle_notes, why_single
 from autosplit.tuning.progress import Progress, fraction_of, searched_share
 from autosplit.tuning.worker import Worker, Workers
+from autosplit.workload.workload import copying
 
 _log = logging.getLogger(__name__)
 
@@ -285,7 +286,7 @@ class Session(ABC):
             plan = replace(plan, devices=tuple(replace(device, attention=found) for device, found in chosen))
         weights, state = self.prober.tracer.trainee.copies
         copies = [*weights, *(copy for copy in state if copy.dim() > 0)]
-        roles = self.workload.copies
+        roles = copying(self.workload.fits)
         return replace(plan, fits=Fits(roles, sum(rounded(copy.nbytes) for copy in copies))) if roles else plan
 
     @staticmethod

@@ -17,6 +17,7 @@ from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.explanation import TunedWay
 from autosplit.plan.plan import Plan
+from autosplit.plan.record import replaced, with_notes
 from autosplit.probe.check_result import changed
 from autosplit.probe.gradient_check import NOT_FINITE
 from autosplit.probe.request import Request, checked_request
@@ -32,8 +33,8 @@ from autosplit.tuning.recall import Recalled, kept, nearest, nothing_run, recall
 from autosplit.tuning.session import Session
 from autosplit.tuning.worker import Variant, Worker, Workers, agreed, alone, drive
 from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
-from autosplit.workload.fits import checked_fits
 from autosplit.workload.precision import native_ones, precision_list, without_bf16
+from autosplit.workload.workload import checked_fits
 
 _log = logging.getLogger(__name__)
 
@@ -299,7 +300,7 @@ def _tuned_variants(tuning: _Tuning, wanted: tuple[str | None, ...], lengths: Se
     if lengths is None:
         plan, _ = _fastest_of(variants, tuning, notes)
         # A stored plan may have several lengths, which this call did not request.
-        return plan if plan.lengths is None else replace(plan, lengths=None).kept_at(plan.path)
+        return plan if plan.lengths is None else replaced(plan, lengths=None)
     return _tuned_by_length(lengths, variants, tuning, notes)
 
 
@@ -332,7 +333,7 @@ def _tuned_by_length(
         with users_code_named():
             found = with_lengths(plan, lengths, variant, tuning.request, tuning.workers, shorter)
     except KeyboardInterrupt:
-        raise TuningInterrupted(plan.with_notes(LENGTHS_INTERRUPTED_NOTE)) from None
+        raise TuningInterrupted(with_notes(plan, LENGTHS_INTERRUPTED_NOTE)) from None
     shorter(Progress("done", "done", 1.0))
     return found
 
@@ -360,14 +361,13 @@ def _fastest_of(
                 raise
             best = _fastest(plans if interrupted.plan is None else {**plans, name: interrupted.plan})[1]
             # The plan may be complete for its variant, but not all requested variants were tuned.
-            partial = replace(best, complete=False).with_notes(INTERRUPTED_NOTE)
-            raise TuningInterrupted(partial.kept_at(best.path)) from None
+            raise TuningInterrupted(with_notes(replaced(best, complete=False), INTERRUPTED_NOTE)) from None
         except DoesNotFitError as misfit:  # other variants may fit
             misfits.append(misfit)
             notes = (*notes, Note("variant-left-out", f"{name} is left out: {misfit}"))
     if not plans:
         raise misfits[0]
-    return _chosen(plans, tuning.workers).with_notes(*notes), variants[names.index(_fastest(plans)[0])]
+    return with_notes(_chosen(plans, tuning.workers), *notes), variants[names.index(_fastest(plans)[0])]
 
 
 def _names_of(variants: Sequence[Variant], checkpointings: Sequence[Checkpointing | None]) -> list[str]:
@@ -389,7 +389,7 @@ def _chosen(plans: Mapping[str, Plan], workers: Workers) -> Plan:
     """Return the fastest plan, with the results of all variants. Its profile gets these results, too."""
     name, best = _fastest(plans)
     if len(plans) < 2:
-        return replace(best, ways=()).kept_at(best.path)
+        return replaced(best, ways=())
     named = {name: best, **plans}
     ways = tuple(TunedWay(one, plan.batch_size, plan.samples_per_s) for one, plan in named.items())
     return workers.amended(best, ways=ways)
@@ -445,7 +445,7 @@ def _tuned(tuning: _Tuning, number: int) -> Plan:
         if found.plan is not None:
             plan, found = tried_again(key, request, found, workers)
             if plan is not None:
-                return plan.with_notes(last=[*defaulted, *workers.losses()])
+                return with_notes(plan, last=[*defaulted, *workers.losses()])
         return _tuned_anew(tuning, request, key, found, notes, defaulted)
 
 
@@ -460,7 +460,8 @@ def _tuned_anew(
     workers = tuning.workers
     similar = () if found.notes else nearest(key, request, tuning.ignoring)
     session = session_of(workers)(workers, request, key, tuning.progress, notes)
-    plan = replace(session.plan(), checkpointed=workers.own.followed.checkpointed).with_notes(last=workers.losses())
+    plan = replace(session.plan(), checkpointed=workers.own.followed.checkpointed)
+    plan = with_notes(plan, last=workers.losses())
     said = (*found.wait_notes, *found.notes, *similar)
     plan = kept(plan, key, found, workers, said=said, always=defaulted)
     if not plan.complete:

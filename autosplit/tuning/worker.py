@@ -22,7 +22,7 @@ from autosplit.devices.device import Device
 from autosplit.errors import AutosplitError, InputError, UserCodeError, WorkloadError
 from autosplit.notes import Note
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import DdpOptions
+from autosplit.plan.record import DdpOptions, replaced
 from autosplit.probe.prober import Prober
 from autosplit.probe.request import Deadline, Request
 from autosplit.profiles import store as profiles
@@ -34,7 +34,7 @@ from autosplit.runtime.prepare import Built, Followed, Source, build, follow, is
 from autosplit.runtime.protocol import Measurement
 from autosplit.tuning.peers import Failure, Interrupts, Peers
 from autosplit.workload.fingerprint import digest_of
-from autosplit.workload.workload import Workload
+from autosplit.workload.workload import Workload, modules_of
 
 if TYPE_CHECKING:  # Import types only, so that tuning in one process does not load torch.distributed.
     from autosplit.ddp.rendezvous import Place
@@ -288,7 +288,7 @@ class Workers:
         """Return a plan with changes. Also apply the changes to its profiles on all machines."""
         if self.job.request.profile != "off":
             self.ask(Worker.amend, plan, changes)
-        return replace(plan, **changes).kept_at(plan.path)
+        return replaced(plan, **changes)
 
     def end_for(self, error: BaseException) -> _End:
         """Return the message that ends the tuning on the other ranks after rank 0 raised an error."""
@@ -377,7 +377,7 @@ def agreed(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def refuse_waiting(workload: Workload) -> None:
     """Raise WorkloadError if the model's forward waits for other ranks, because ranks are measured separately."""
-    for part in (part for one in workload.modules for part in one.modules()):
+    for part in (part for one in modules_of(workload) for part in one.modules()):
         if isinstance(part, nn.SyncBatchNorm) or type(part).__name__.startswith("FSDP"):
             raise WorkloadError(
                 f"The model has a {type(part).__name__}, whose forward waits for all ranks, but each rank measures "

@@ -11,51 +11,8 @@ from torch import Tensor
 
 from autosplit.devices.transfer import active_placement, transfer
 from autosplit.errors import WorkloadError
-from autosplit.workload.samples import (
-    COLLATED,
-    Layout,
-    batch_size_of,
-    doubt_of,
-    doubting,
-    is_list_of_samples,
-    shapes_text,
-    uncuttable,
-)
-from autosplit.workload.tree import (
-    Whole,
-    children_of,
-    leaves_of,
-    map_leaves,
-    map_tensors,
-    marked,
-    named_leaves,
-    rebuilt,
-    tensors_of,
-    with_children,
-)
-
-__all__ = [
-    "COLLATED",
-    "Whole",
-    "batch_size_of",
-    "children_of",
-    "chunk",
-    "doubt_of",
-    "doubting",
-    "is_list_of_samples",
-    "leaves_of",
-    "map_leaves",
-    "map_tensors",
-    "marked",
-    "named_leaves",
-    "placed_on",
-    "rebuilt",
-    "resize",
-    "shapes_text",
-    "tensors_of",
-    "unmarked",
-    "with_children",
-]
+from autosplit.workload.samples import Layout, batch_size_of, uncuttable
+from autosplit.workload.tree import Whole, children_of, leaves_of, map_tensors, with_children
 
 
 def unmarked(tree: Any) -> Any:
@@ -140,15 +97,10 @@ def placed_on(device: int, tree: Any) -> Any:
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def resize(tree: Any, n: int, dim: int = 0, *, mark: bool = False) -> Any:
+def resize(tree: Any, n: int, dim: int = 0) -> Any:
     """Return a batch of `n` samples that repeats the samples of a sample batch in order.
 
-    Args:
-        mark: Whether to mark tensors without samples as `Whole`. At a different size, a ``(T, T)`` mask may look like a
-            batch.
-
-    Returns:
-        A batch of the same structure. Tensors without samples are the same objects.
+    Tensors without samples are marked as `Whole`, because at a different size, a ``(T, T)`` mask may look like a batch.
     """
     size = batch_size_of(tree, dim)
 
@@ -160,6 +112,5 @@ def resize(tree: Any, n: int, dim: int = 0, *, mark: bool = False) -> Any:
             return repeated
         return repeated.contiguous(memory_format=layout)  # the memory format decides which kernels run
 
-    others = [Whole] if mark else []
     layout = Layout.of(tree, size, dim)
-    return _map_samples(layout, tree, repeat, lambda items: [items[i % size] for i in range(n)], *others)
+    return _map_samples(layout, tree, repeat, lambda items: [items[i % size] for i in range(n)], Whole)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import UserDict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from autosplit.devices.transfer import HOST, active_placement
-from autosplit.errors import WorkloadError
-from autosplit.workload.batch import map_tensors, placed_on, tensors_of, unmarked
+from autosplit.errors import WorkloadError, advise
+from autosplit.notes import Note
+from autosplit.workload.batch import placed_on, unmarked
 from autosplit.workload.models import Models
+from autosplit.workload.samples import COLLATED, doubting, is_list_of_samples
+from autosplit.workload.tree import map_tensors, named_leaves, tensors_of
+from autosplit.workload.workload import Workload
 
 
 def call_model(model: Any, inputs: Any) -> Any:
@@ -78,3 +84,123 @@ def on_first_device(batch: Any, models: Models) -> Any:
         return placed_on(0, batch)
     parameter = models.first_parameter
     return batch if parameter is None else map_tensors(lambda tensor: tensor.to(parameter.device), batch)
+
+
+def training_loss(workload: Workload, model: Any, batch: Any) -> Tensor:
+    """Run the model, or a wrapper around it, on a batch and return the scalar loss. See `Workload` for the rules.
+
+    Raises:
+        WorkloadError: The loss is no tensor, does not have exactly one element, or does not depend on a trainable
+            parameter.
+    """
+    try:
+        leaves = named_leaves(workload.sample_batch, "sample_batch")
+        with doubting(leaves, workload.sample_batch_size, workload.batch_dim):
+            loss = _loss(workload, model, batch)
+    except (TypeError, RuntimeError, LookupError) as error:
+        if is_list_of_samples(workload.sample_batch) and not isinstance(error, torch.OutOfMemoryError):
+            advise(error, f"if the sample batch is a list of samples, pass {COLLATED}")
+        raise
+    if not isinstance(loss, Tensor):
+        raise WorkloadError(
+            f"The loss is a {type(loss).__name__}. Expected a tensor. Return the tensor itself.", code="loss-type"
+        )
+    if not loss.requires_grad:
+        raise WorkloadError(
+            "The loss depends on no trainable parameter. Check requires_grad, and compute the loss outside of "
+            "torch.no_grad().",
+            code="loss-without-gradient",
+        )
+    if loss.numel() != 1:
+        raise WorkloadError(
+            f"The loss is of shape {tuple(loss.shape)}. Expected a tensor of one number. "
+            "Return its mean, with reduction='mean' or loss.mean().",
+            code="loss-shape",
+        )
+    return loss.reshape(())
+
+
+def _loss(workload: Workload, model: Any, batch: Any) -> Any:
+    if workload.compute_loss is not None:
+        return _computed_loss(workload, workload.compute_loss, model, batch)
+    if workload.loss_fn is None:
+        try:
+            return loss_of(call_model(model, batch))
+        except TypeError as error:
+            _refuse_unlike_arguments(workload)
+            if called_with(workload) == "keywords" and "argument" in str(error):
+                advise(
+                    error,
+                    "a mapping is passed as keywords. If the model takes only part of it, pass "
+                    'compute_loss=lambda model, batch: loss_fn(model(batch["inputs"]), batch["targets"])',
+                )
+            raise
+    inputs, targets = batch
+    try:
+        outputs = call_model(model, inputs)
+    except TypeError as error:
+        if called_with(workload) == "keywords" and "argument" in str(error):
+            advise(
+                error,
+                "a mapping is passed as keywords. If the model takes it as one argument, pass "
+                "compute_loss=lambda model, batch: loss_fn(model(batch[0]), batch[1])",
+            )
+        raise
+    try:
+        return workload.loss_fn(outputs, on_device_of(outputs, targets))
+    except TypeError as error:
+        if "positional argument" in str(error):
+            advise(error, "loss_fn is called as loss_fn(outputs, targets), once for each forward")
+        raise
+
+
+def _computed_loss(workload: Workload, compute_loss: Callable[..., Any], model: Any, batch: Any) -> Any:
+    try:
+        return compute_loss(model, on_first_device(batch, Models.of(model)))
+    except TypeError as error:
+        if not is_list_of_samples(workload.sample_batch):
+            advise(error, "compute_loss is called as compute_loss(model, batch). Pass a loss of outputs as loss_fn=.")
+        raise
+
+
+def _refuse_unlike_arguments(workload: Workload) -> None:
+    """Raise WorkloadError if the model's forward takes fewer inputs than the batch has parts, such as targets."""
+    if not isinstance(workload.model, nn.Module) or not isinstance(workload.sample_batch, (tuple, list)):
+        return
+    name, count = type(workload.model).__name__, len(workload.sample_batch)
+    try:
+        inspect.signature(workload.model.forward).bind(*range(count))
+    except TypeError as error:
+        raise WorkloadError(
+            f"The sample batch is a {type(workload.sample_batch).__name__} of {count}, and {name}.forward can't be "
+            f"called with it ({error}). If the last part is the targets, pass loss_fn=. Or pass a batch of the "
+            f"inputs alone. If it is a list of samples, pass {COLLATED}.",
+            code="batch-arguments-differ",
+        ) from None
+    except ValueError:  # the function has no signature
+        return
+
+
+def called_with(workload: Workload) -> Literal["tensor", "arguments", "keywords"]:
+    """Return how the model is called with its inputs. See `call_model`."""
+    inputs = workload.sample_batch if workload.loss_fn is None else workload.sample_batch[0]
+    if isinstance(inputs, (Mapping, UserDict)):
+        return "keywords"
+    return "arguments" if isinstance(inputs, (tuple, list)) else "tensor"
+
+
+def takes_loss_itself(workload: Workload) -> bool:
+    """Return whether the loss is taken from the outputs, because no function was given."""
+    return workload.loss_fn is None and workload.compute_loss is None and workload.step is None
+
+
+def assumptions(workload: Workload, outputs: Any = None) -> tuple[Note, ...]:
+    """Return a note for each argument that is missing and was assumed."""
+    notes = [Note("assumed", text) for text in workload.assumed]
+    if takes_loss_itself(workload) and loss_rule(outputs) == "mean":
+        text = "No loss is given: the mean of the model's floating-point outputs is used. Pass loss_fn=."
+        notes.append(Note("loss-assumed", text))
+    if workload.optimizer is None and workload.step is None:
+        text = "No optimizer is given: AdamW is assumed, with its two states per parameter. Pass optimizer=."
+        notes.append(Note("optimizer-assumed", text))
+    return tuple(notes)

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 
 from autosplit.errors import WorkloadError
 from autosplit.rng import kept_rng
-from autosplit.workload.batch import batch_size_of, children_of, leaves_of, map_tensors
+from autosplit.workload.samples import batch_size_of
+from autosplit.workload.tree import children_of, leaves_of, map_tensors
 
 
 def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:

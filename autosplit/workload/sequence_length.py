@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import WorkloadError, users_errors
-from autosplit.workload.batch import Whole, leaves_of, map_leaves, map_tensors, tensors_of
+from autosplit.workload.tree import Whole, leaves_of, map_leaves, map_tensors, tensors_of
 from autosplit.workload.workload import Workload
 
 

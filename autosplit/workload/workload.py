@@ -5,35 +5,24 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from autosplit.errors import InputError, WorkloadError, advise
-from autosplit.notes import Note
+from autosplit.errors import InputError, WorkloadError
 from autosplit.text import counted_text
-from autosplit.workload.batch import (
-    COLLATED,
-    batch_size_of,
-    doubting,
-    is_list_of_samples,
-    named_leaves,
-    resize,
-    shapes_text,
-)
 from autosplit.workload.checkpointing import Checkpointing
-from autosplit.workload.fits import COPYING, checked_fits
 from autosplit.workload.made_batches import MadeBatches
-from autosplit.workload.model_call import call_model, loss_of, loss_rule, on_device_of, on_first_device
 from autosplit.workload.models import Models, Several
 from autosplit.workload.sample_batch import largest_batch
+from autosplit.workload.samples import COLLATED, batch_size_of, is_list_of_samples, shapes_text
 
 PRECISIONS = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The autocast dtype of each precision. `fp16` also uses a GradScaler."""
@@ -43,6 +32,12 @@ _OTHER_NAMES = {
     **dict.fromkeys(("bfloat16", torch.bfloat16), "bf16"),
     **dict.fromkeys(("float16", "half", "16", torch.float16), "fp16"),
 }
+
+
+COPYING = ("resume", "save")
+"""Tasks that keep copies on the device during a training step. Ceilings for these tasks have the same names."""
+
+FITS = (*COPYING, "eval")
 
 
 def precision_name(value: Any) -> Any:
@@ -109,10 +104,8 @@ class Workload:
     fits: str | Sequence[str] = ()
     checkpointing: Checkpointing | None = None
     assumed: tuple[str, ...] = ()
-    models: Models | None = field(init=False, repr=False)
-    """The model, or the models. None if `model` is a function."""
     sample_batch_size: int = field(init=False, repr=False)
-    _made: MadeBatches | None = field(init=False, repr=False, default=None)
+    made: MadeBatches | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", precision_name(self.precision) or "none")
@@ -146,7 +139,7 @@ class Workload:
                 "Leave evaluate= and fits='eval' out.",
                 code="evaluation-with-step",
             )
-        object.__setattr__(self, "models", self._checked_models())
+        self._check_models()
         self._check_checkpointing()
         if isinstance(self.sample_batch, (DataLoader, Dataset)):
             raise WorkloadError(
@@ -180,7 +173,7 @@ class Workload:
     def _count_made(self, make_batch: MakeBatch) -> None:
         made = MadeBatches.of(make_batch, self.batch_dim)
         batch, size, assumed = made.sample_batch(make_batch, self.sample_batch)
-        fields = {"sample_batch": batch, "sample_batch_size": size, "_made": made}
+        fields = {"sample_batch": batch, "sample_batch_size": size, "made": made}
         for name, value in {**fields, "assumed": tuple(dict.fromkeys((*self.assumed, *assumed)))}.items():
             object.__setattr__(self, name, value)
 
@@ -192,8 +185,8 @@ class Workload:
                 f"checkpointing is {self.checkpointing!r}. Expected a Checkpointing of a plan. Pass it to tune.",
                 code="checkpointing-in-workload",
             )
-        if self.modules:
-            self.checkpointing.check(self.modules)
+        if modules_of(self):
+            self.checkpointing.check(modules_of(self))
 
     @classmethod
     def from_loader(
@@ -234,7 +227,7 @@ class Workload:
             code="argument-removed",
         )
 
-    def _checked_models(self) -> Models | None:
+    def _check_models(self) -> None:
         if isinstance(self.model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise WorkloadError(
                 f"model is wrapped in {type(self.model).__name__}. Expected the model itself, which the plan wraps "
@@ -250,7 +243,7 @@ class Workload:
                     "Expected the model first, then the sample batch. Several nn.Modules need step=.",
                     code="models-type",
                 )
-            return models
+            return
         if isinstance(self.model, torch.Tensor):
             raise WorkloadError(
                 f"model is a tensor of shape {tuple(self.model.shape)}. Expected the model first, then the sample "
@@ -265,185 +258,74 @@ class Workload:
             )
         if isinstance(self.model, type):
             _refuse_arguments_of(self.model)
-        return None
 
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """Return the model in a tuple, or the models. Empty if `model` is a function."""
-        return () if self.models is None else self.models.modules
 
-    @property
-    def optimizers(self) -> Several[Any]:
-        """Return the optimizer argument of each model: a class, a factory or an optimizer object."""
-        default = torch.optim.AdamW if self.step is None else ()
-        return Several.of(default if self.optimizer is None else self.optimizer)
+def checked_fits(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the tasks of a sequence or a comma-separated text, in the order of `FITS`."""
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
+    wrong = [name for name in names if name not in FITS] if isinstance(names, (list, tuple)) else [given]
+    if wrong:
+        near = difflib.get_close_matches(str(wrong[0])[:80], FITS, 1, 0.5)
+        hint = f"Did you mean {near[0]!r}?" if near else "Leave other names out."
+        raise WorkloadError(f"fits has {wrong[0]!r:.80}. Expected any of {', '.join(FITS)}. {hint}", code="fits-value")
+    return tuple(name for name in FITS if name in names)
 
-    @property
-    def copies(self) -> tuple[str, ...]:
-        """Return the tasks of `fits` that keep copies on the device during a training step."""
-        return tuple(name for name in self.fits if name in COPYING)
 
-    @property
-    def sample_text(self) -> str:
-        """Describe the sample batch for error messages. Include `batch_dim`, which may cause the error."""
-        counted = counted_text(self.sample_batch_size, "sample")
-        if self.make_batch is None:
-            counted += f" along dimension {self.batch_dim}"
-        if isinstance(self.model, type):
-            counted = f"with {self.model.__name__}(), an instance of the class that was passed as the model, {counted}"
-        return f"The workload on its own sample batch ({counted} of {shapes_text(self.sample_batch)})"
+def copying(fits: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the checked tasks that keep copies on the device during a training step."""
+    return tuple(name for name in fits if name in COPYING)
 
-    @property
-    def autocast_dtype(self) -> torch.dtype | None:
-        """Return the autocast dtype of `precision`, or None."""
-        return PRECISIONS[self.precision or "none"]
 
-    def batch(self, n: int) -> Any:
-        """Return a batch of `n` samples: `make_batch(n)`, or else the sample batch with its samples repeated in order.
+def models_of(workload: Workload) -> Models | None:
+    """Return the model, or the models. None if `model` is a function."""
+    model = workload.model
+    return Models.of(model) if isinstance(model, (nn.Module, tuple, list, Mapping)) else None
 
-        Raises:
-            WorkloadError: `make_batch` returned a batch of a different size.
-        """
-        return resize(self.sample_batch, n, self.batch_dim) if self.make_batch is None else self.made_batch(n)
 
-    def made_batch(self, n: int) -> Any:
-        """Return `make_batch(n)`.
+def modules_of(workload: Workload) -> tuple[nn.Module, ...]:
+    """Return the model in a tuple, or the models. Empty if `model` is a function."""
+    models = models_of(workload)
+    return () if models is None else models.modules
 
-        Raises:
-            WorkloadError: The batch has a different number of samples.
-        """
-        assert self.make_batch is not None
-        assert self._made is not None
-        batch = self.make_batch(n)
-        size = self._made.count(batch)
-        if size not in (n, None):
-            raise WorkloadError(
-                f"make_batch({n}) returned {size} samples. Expected {n}. Return exactly that many.",
-                code="make-batch-size",
-            )
-        return batch
 
-    def autocast(self, device_type: str) -> AbstractContextManager[Any]:
-        """Return the autocast context for a forward and its loss."""
-        if self.autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast(device_type, dtype=self.autocast_dtype)
+def optimizers_of(workload: Workload) -> Several[Any]:
+    """Return the optimizer argument of each model: a class, a factory or an optimizer object."""
+    default = torch.optim.AdamW if workload.step is None else ()
+    return Several.of(default if workload.optimizer is None else workload.optimizer)
 
-    def loss(self, model: Any, batch: Any) -> Tensor:
-        """Run the model, or a wrapper around it, on a batch and return the scalar loss. See the class for the rules.
 
-        Raises:
-            WorkloadError: The loss is no tensor, does not have exactly one element, or does not depend on a trainable
-                parameter.
-        """
-        try:
-            with doubting(named_leaves(self.sample_batch, "sample_batch"), self.sample_batch_size, self.batch_dim):
-                loss = self._loss(model, batch)
-        except (TypeError, RuntimeError, LookupError) as error:
-            if is_list_of_samples(self.sample_batch) and not isinstance(error, torch.OutOfMemoryError):
-                advise(error, f"if the sample batch is a list of samples, pass {COLLATED}")
-            raise
-        if not isinstance(loss, Tensor):
-            raise WorkloadError(
-                f"The loss is a {type(loss).__name__}. Expected a tensor. Return the tensor itself.", code="loss-type"
-            )
-        if not loss.requires_grad:
-            raise WorkloadError(
-                "The loss depends on no trainable parameter. Check requires_grad, and compute the loss outside of "
-                "torch.no_grad().",
-                code="loss-without-gradient",
-            )
-        if loss.numel() != 1:
-            raise WorkloadError(
-                f"The loss is of shape {tuple(loss.shape)}. Expected a tensor of one number. "
-                "Return its mean, with reduction='mean' or loss.mean().",
-                code="loss-shape",
-            )
-        return loss.reshape(())
+def sample_text(workload: Workload) -> str:
+    """Describe the sample batch for error messages. Include `batch_dim`, which may cause the error."""
+    counted = counted_text(workload.sample_batch_size, "sample")
+    if workload.make_batch is None:
+        counted += f" along dimension {workload.batch_dim}"
+    if isinstance(workload.model, type):
+        counted = f"with {workload.model.__name__}(), an instance of the class that was passed as the model, {counted}"
+    return f"The workload on its own sample batch ({counted} of {shapes_text(workload.sample_batch)})"
 
-    def _loss(self, model: Any, batch: Any) -> Any:
-        if self.compute_loss is not None:
-            return self._computed_loss(self.compute_loss, model, batch)
-        if self.loss_fn is None:
-            try:
-                return loss_of(call_model(model, batch))
-            except TypeError as error:
-                self._refuse_unlike_arguments()
-                if self.called_with == "keywords" and "argument" in str(error):
-                    advise(
-                        error,
-                        "a mapping is passed as keywords. If the model takes only part of it, pass "
-                        'compute_loss=lambda model, batch: loss_fn(model(batch["inputs"]), batch["targets"])',
-                    )
-                raise
-        inputs, targets = batch
-        try:
-            outputs = call_model(model, inputs)
-        except TypeError as error:
-            if self.called_with == "keywords" and "argument" in str(error):
-                advise(
-                    error,
-                    "a mapping is passed as keywords. If the model takes it as one argument, pass "
-                    "compute_loss=lambda model, batch: loss_fn(model(batch[0]), batch[1])",
-                )
-            raise
-        try:
-            return self.loss_fn(outputs, on_device_of(outputs, targets))
-        except TypeError as error:
-            if "positional argument" in str(error):
-                advise(error, "loss_fn is called as loss_fn(outputs, targets), once for each forward")
-            raise
 
-    def _computed_loss(self, compute_loss: Callable[..., Any], model: Any, batch: Any) -> Any:
-        try:
-            return compute_loss(model, on_first_device(batch, Models.of(model)))
-        except TypeError as error:
-            if not is_list_of_samples(self.sample_batch):
-                advise(
-                    error, "compute_loss is called as compute_loss(model, batch). Pass a loss of outputs as loss_fn=."
-                )
-            raise
+def made_batch(workload: Workload, n: int) -> Any:
+    """Return `make_batch(n)`.
 
-    def _refuse_unlike_arguments(self) -> None:
-        """Raise WorkloadError if the model's forward takes fewer inputs than the batch has parts, such as targets."""
-        if not isinstance(self.model, nn.Module) or not isinstance(self.sample_batch, (tuple, list)):
-            return
-        name, count = type(self.model).__name__, len(self.sample_batch)
-        try:
-            inspect.signature(self.model.forward).bind(*range(count))
-        except TypeError as error:
-            raise WorkloadError(
-                f"The sample batch is a {type(self.sample_batch).__name__} of {count}, and {name}.forward can't be "
-                f"called with it ({error}). If the last part is the targets, pass loss_fn=. Or pass a batch of the "
-                f"inputs alone. If it is a list of samples, pass {COLLATED}.",
-                code="batch-arguments-differ",
-            ) from None
-        except ValueError:  # the function has no signature
-            return
+    Raises:
+        WorkloadError: The batch has a different number of samples.
+    """
+    assert workload.make_batch is not None
+    assert workload.made is not None
+    batch = workload.make_batch(n)
+    size = workload.made.count(batch)
+    if size not in (n, None):
+        raise WorkloadError(
+            f"make_batch({n}) returned {size} samples. Expected {n}. Return exactly that many.",
+            code="make-batch-size",
+        )
+    return batch
 
-    @property
-    def called_with(self) -> Literal["tensor", "arguments", "keywords"]:
-        """Return how the model is called with its inputs. See `call_model`."""
-        inputs = self.sample_batch if self.loss_fn is None else self.sample_batch[0]
-        if isinstance(inputs, (Mapping, UserDict)):
-            return "keywords"
-        return "arguments" if isinstance(inputs, (tuple, list)) else "tensor"
 
-    @property
-    def takes_loss_itself(self) -> bool:
-        """Whether the loss is taken from the outputs, because no function was given."""
-        return self.loss_fn is None and self.compute_loss is None and self.step is None
-
-    def assumptions(self, outputs: Any = None) -> tuple[Note, ...]:
-        """Return a note for each argument that is missing and was assumed."""
-        notes = [Note("assumed", text) for text in self.assumed]
-        if self.takes_loss_itself and loss_rule(outputs) == "mean":
-            text = "No loss is given: the mean of the model's floating-point outputs is used. Pass loss_fn=."
-            notes.append(Note("loss-assumed", text))
-        if self.optimizer is None and self.step is None:
-            text = "No optimizer is given: AdamW is assumed, with its two states per parameter. Pass optimizer=."
-            notes.append(Note("optimizer-assumed", text))
-        return tuple(notes)
+def autocast(workload: Workload, device_type: str) -> AbstractContextManager[Any]:
+    """Return the autocast context for a forward and its loss."""
+    dtype = PRECISIONS[workload.precision or "none"]
+    return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
 
 
 def _refuse_arguments_of(model: type) -> None:

@@ -26,6 +26,7 @@ from autosplit.devices.inventory import DeviceReport
 from autosplit.errors import AutosplitError
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.plan import Plan
+from autosplit.plan.record import with_path
 from autosplit.plan.redact import shareable
 from autosplit.probe import find_ceiling
 from autosplit.profiles.store import store
@@ -362,7 +363,7 @@ def test_json_is_alone_on_stdout(script, tuned, capfd):
 
 
 def test_an_interrupted_tuning_shows_the_best_so_far(script, tuned, capsys, tmp_path):
-    tuned.answer = tune.TuningInterrupted(made_plan(complete=False).kept_at(tmp_path / "kept.json"))
+    tuned.answer = tune.TuningInterrupted(with_path(made_plan(complete=False), tmp_path / "kept.json"))
     assert main(["tune", script()]) == 4
     out, err = capsys.readouterr()
     assert f"The best plan so far is shown and saved as {tmp_path / 'kept.json'}. Run the command again" in err

@@ -29,7 +29,9 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.torchrun import PLAN_VARIABLE
 from autosplit.probe.check_result import Check, is_count_expression
 from autosplit.solve.padded_length import LengthPlan, LengthPoint
-from autosplit.workload.batch import chunk, map_tensors
+from autosplit.workload.batch import chunk
+from autosplit.workload.model_call import training_loss
+from autosplit.workload.tree import map_tensors
 from autosplit.workload.workload import Workload
 
 NUM_SAMPLES = 20
@@ -284,7 +286,7 @@ def test_the_lines_to_paste_train_as_the_workload_does(kind, tmp_path):
         "loader": DataLoader([map_tensors(lambda part: part[0], row) for row in rows], batch_size=9),
     }
     exec("\n".join(paste_lines(plan, Origin(str(tmp_path / "plan.json")))), names)
-    workload.loss(exact, whole).backward()
+    training_loss(workload, exact, whole).backward()
     torch.optim.SGD(exact.parameters(), lr=0.1).step()
     for trained, wanted in zip(model.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(trained, wanted, rtol=1e-5, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -18,8 +19,9 @@ from raised import raises
 from autosplit.cli import torchrun_job
 from autosplit.cli.exit_code import OUTCOME_VARIABLE, STARTER_VARIABLE
 from autosplit.cli.main import main
-from autosplit.cli.torchrun_job import launch_of
 from autosplit.errors import InputError, PlanError
+from autosplit.plan.plan import Plan
+from autosplit.plan.torchrun import command_for
 from autosplit.profiles import store
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -49,15 +51,15 @@ def plan_file(tmp_path: Path) -> str:
     ],
 )
 def test_what_is_not_said_is_chosen(plan_file, arguments, chosen):
-    launch = launch_of(plan_file, arguments)
-    assert launch.command == (*TORCHRUN, *chosen, *arguments)
-    assert launch.variables == {"AUTOSPLIT_PROFILE": plan_file}
+    job = command_for(Plan.load(plan_file), Path(plan_file), arguments)
+    assert job.command == (*TORCHRUN, *chosen, *arguments)
+    assert job.variables == {"AUTOSPLIT_PROFILE": plan_file}
 
 
 @pytest.mark.parametrize("arguments", [["--nnodes", "2"], ["--standalone"], ["--max-restarts=3"]])
 def test_without_a_script(plan_file, arguments):
     with raises(InputError, "script-not-given"):
-        launch_of(plan_file, arguments)
+        command_for(Plan.load(plan_file), Path(plan_file), arguments)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ def test_without_a_script(plan_file, arguments):
 )
 def test_machines_that_do_not_go_with_the_plan(plan_file, arguments, error, says):
     with raises(error, says):
-        launch_of(plan_file, arguments)
+        command_for(Plan.load(plan_file), Path(plan_file), arguments)
 
 
 def test_a_profiles_key_names_its_plan(capsys):
@@ -81,8 +83,9 @@ def test_a_profiles_key_names_its_plan(capsys):
     assert capsys.readouterr().out.startswith(f"AUTOSPLIT_PROFILE={path} ")
 
 
-def test_the_plan_is_named_before_it_starts(plan_file):
-    assert launch_of(plan_file, ["train.py"]).description == f"a model, 2, 6 samples x 1, {plan_file}"
+def test_json_names_the_plan(plan_file, capsys):
+    assert main(["launch", "--plan", plan_file, "--json", "train.py"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"] == f"a model, 2, 6 samples x 1, {plan_file}"
 
 
 def test_the_line_is_a_shells(plan_file, capsys):
@@ -146,7 +149,7 @@ def test_real_ranks_find_the_plan(plan_file, tmp_path, code):
 def test_a_script_that_never_sets_up_is_doubted(plan_file, tmp_path, monkeypatch, capsys, text, doubted):
     """Each process trained a separate model on all samples, without a message."""
     (tmp_path / "train.py").write_text(text)
-    monkeypatch.setattr(torchrun_job.Launch, "run", lambda _launch: sys.exit(0))
+    monkeypatch.setattr(os, "execve", lambda *_: sys.exit(0))
     with pytest.raises(SystemExit):
         main(["launch", "--plan", plan_file, str(tmp_path / "train.py")])
     assert ("does not import autosplit" in " ".join(capsys.readouterr().err.split())) is doubted

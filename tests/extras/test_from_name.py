@@ -21,6 +21,7 @@ from autosplit.extras.workload_spec import built_workload, workload_of_spec
 from autosplit.profiles.key import workload_of
 from autosplit.runtime.fake_copy import built_without_memory, fake_mode
 from autosplit.tuning import tune
+from autosplit.workload.model_call import assumptions, training_loss
 from autosplit.workload.workload import Workload
 
 TEXT = {"vocab_size": 60, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -111,7 +112,7 @@ def _no_network(monkeypatch):
 
 
 def loss_of(workload: Workload) -> float:
-    loss = workload.loss(workload.model, workload.sample_batch)
+    loss = training_loss(workload, workload.model, workload.sample_batch)
     loss.backward()
     assert all(p.grad is not None for p in workload.model.parameters() if p.requires_grad)
     return loss.item()
@@ -388,14 +389,14 @@ def _classifiers(tmp_path, monkeypatch):
 def test_classifiers_have_images_and_a_loss():
     workload = workload_from_name("timm:resnet18.tag")
     assert tuple(workload.sample_batch[0].shape) == (4, 3, 24, 24)
-    (assumed,) = workload.assumptions()
+    (assumed,) = assumptions(workload)
     assert (assumed.kind, "24 x 24" in assumed.text) == ("assumed", True)
     assert loss_of(workload) == pytest.approx(math.log(7), rel=0.3)
     workload = workload_from_name("torchvision:googlenet", image_size=28)
     assert tuple(workload.sample_batch[0].shape) == (4, 3, 28, 28)
     assert loss_of(workload) == pytest.approx(2 * math.log(1000), rel=0.1)  # with that of its second head
     assert workload.model.training
-    assert workload.assumptions() == ()
+    assert assumptions(workload) == ()
 
 
 @pytest.mark.usefixtures("_classifiers")

@@ -12,6 +12,7 @@ from autosplit.cli.main import main
 from autosplit.errors import InputError
 from autosplit.extras.starting_workload import write_workload
 from autosplit.workload.from_file import load_workload
+from autosplit.workload.model_call import training_loss
 
 HEAD = "import torch\nfrom torch import nn\n\n"
 BLOCK = "class Block(nn.Module):\n    def __init__(self, width):\n        super().__init__()\n\n"
@@ -72,7 +73,7 @@ def test_the_file_is_a_workload_that_trains(written, code, inputs, targets, loss
     found = written(HEAD + BLOCK + code)
     assert (found.inputs, found.targets, found.loss_fn) == (inputs, targets, loss)
     workload = load_workload(found.path)()
-    assert workload.loss(workload.model, workload.sample_batch).isfinite()
+    assert training_loss(workload, workload.model, workload.sample_batch).isfinite()
     assert Path(found.path).name == "workload.py"
 
 
@@ -110,7 +111,7 @@ def test_the_batch_is_that_of_the_files_loader(written, code, loss):
     assert not found.is_guess
     workload = load_workload(found.path)()
     assert workload.sample_batch_size == 4
-    assert workload.loss(workload.model, workload.sample_batch).isfinite()
+    assert training_loss(workload, workload.model, workload.sample_batch).isfinite()
 
 
 def test_the_shape_of_a_sample_can_be_given(written):

@@ -22,6 +22,7 @@ from autosplit import tune
 from autosplit.errors import InputError, UserCodeError, WorkloadError
 from autosplit.integrations.lightning import workload
 from autosplit.profiles.key import workload_of
+from autosplit.workload.model_call import training_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch 2.13 at Lightning's use of it
 
@@ -85,7 +86,7 @@ def plain_trainer(**options: Any) -> pl.Trainer:
 
 
 def loss_of(made) -> torch.Tensor:
-    return made.loss(made.model, made.sample_batch)
+    return training_loss(made, made.model, made.sample_batch)
 
 
 def test_the_loss_and_its_gradient_are_the_modules():

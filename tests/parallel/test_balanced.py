@@ -38,7 +38,7 @@ from autosplit.errors import AutosplitError, DeviceError, InputError, WorkloadEr
 from autosplit.oom import OutOfMemoryError
 from autosplit.parallel.balanced import AmbiguousBatchWarning, BalancedDataParallel, data_parallel
 from autosplit.runtime.memory_tracker import Tracker
-from autosplit.workload.batch import Whole
+from autosplit.workload.tree import Whole
 
 
 @pytest.fixture(params=RUNS)

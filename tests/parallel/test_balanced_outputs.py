@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.parallel.balanced import BalancedDataParallel
-from autosplit.workload.batch import map_tensors
+from autosplit.workload.tree import map_tensors
 
 
 @pytest.fixture(params=RUNS)

@@ -21,6 +21,7 @@ from autosplit.errors import InputError, WorkloadError
 from autosplit.parallel import loss_weights as reducing
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.loss_weights import DoubtfulWeights, ReduceWarning, weights_of
+from autosplit.plan.record import reduce_of
 from autosplit.probe.gradient_check import check
 from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.memory_tracker import Tracker
@@ -353,7 +354,7 @@ def test_a_plan_passes_on_what_its_check_found(transformers, tmp_path):
     autosplit.tune(model, sample, devices="cpu:16MiB,cpu:16MiB", **options).save(tmp_path / "plan.json")
     plan = autosplit.Plan.load(tmp_path / "plan.json")
     wrapped = plan.wrap(model)
-    assert plan.reduce == wrapped.reduce == "next tokens"
+    assert reduce_of(plan) == wrapped.reduce == "next tokens"
     wrapped.split, wrapped.ceilings = (3, 13), None
     torch.testing.assert_close(wrapped(**call).loss, model(**call).loss, rtol=1e-6, atol=0)
 

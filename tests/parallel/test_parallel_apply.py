@@ -17,7 +17,7 @@ from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.parallel_apply import run_in_turn, run_on_gpus
 from autosplit.parallel.replicate import carried
 from autosplit.runtime.memory_tracker import Tracker
-from autosplit.workload.batch import Whole
+from autosplit.workload.tree import Whole
 
 CARDS = tuple(torch.device("cuda", index) for index in (2, 0, 3))
 ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU {} has a total capacity of 23.69 GiB"

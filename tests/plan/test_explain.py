@@ -15,12 +15,13 @@ from workloads import char_gpt, small
 from autosplit import tune
 from autosplit.errors import PlanError
 from autosplit.plan import explain as explaining
+from autosplit.plan.explain import with_explanation
 from autosplit.plan.explanation import Bound
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import DdpPlan, RankSettings
+from autosplit.plan.record import DdpPlan, RankSettings, without_notes
 from autosplit.profiles.store import profile_paths, read_profile
 from autosplit.solve.memory import Ceiling, MemoryFit, Region
-from autosplit.solve.problem import NO_LIMIT_BYTES, Problem
+from autosplit.solve.problem import NO_LIMIT_BYTES
 from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
 from autosplit.solve.trial import Trial
 from autosplit.text import rate_text
@@ -322,7 +323,7 @@ class TestAdvice:
         assert "sample batch" not in text
 
     def test_a_stored_explanation_without_the_effective_batch_is_made_again(self):
-        plan = solved_plan((50, 50), (1.0, 1.0), (1000, 1000)).with_explanation()
+        plan = with_explanation(solved_plan((50, 50), (1.0, 1.0), (1000, 1000)))
         older = replace(plan.explained, explanation=replace(plan.explained.explanation, effective_batch_size=0))
         assert replace(plan, explained=older).explain().effective_batch_size == 100
 
@@ -383,12 +384,12 @@ class TestAnExplanationThatIsKept:
 
     @staticmethod
     def kept(monkeypatch) -> Plan:
-        plan = Plan.from_json(solved_plan((50, 50), (1, 1), (60, 60)).with_explanation().to_json())
+        plan = Plan.from_json(with_explanation(solved_plan((50, 50), (1, 1), (60, 60))).to_json())
 
-        def fail(_solved):
+        def fail(_plan):
             raise AssertionError("it was made again")
 
-        monkeypatch.setattr(explaining, "explanation_of", fail)
+        monkeypatch.setattr(explaining, "problem_of", fail)
         return plan
 
     def test_it_is_read_from_the_file(self, monkeypatch):
@@ -408,13 +409,13 @@ class TestAnExplanationThatIsKept:
 
     def test_it_does_not_tell_plans_apart(self):
         plan = solved_plan((50, 50), (1, 1), (60, 60))
-        assert plan.with_explanation() == plan
+        assert with_explanation(plan) == plan
 
     def test_ranks_agree_on_a_plan_that_one_of_them_has_explained(self):
         """A rank rejected the others' plan, because only the plan of the saving rank had an explanation."""
         plan = solved_plan((50, 50), (1, 1), (60, 60))
-        kept = replace(plan.with_explanation(), notes=noted("tuned here"))
-        assert kept.bare().to_json() == plan.bare().to_json()
+        kept = replace(with_explanation(plan), notes=noted("tuned here"))
+        assert without_notes(kept).to_json() == without_notes(plan).to_json()
 
     @pytest.mark.parametrize(
         ("old", "new"),
@@ -433,7 +434,7 @@ class TestAnExplanationThatIsKept:
         ],
     )
     def test_one_that_was_tampered_with_is_refused(self, old, new):
-        text = solved_plan((70, 30), (1, 2), (100, 100)).with_explanation().to_json()
+        text = with_explanation(solved_plan((70, 30), (1, 2), (100, 100))).to_json()
         assert old in text
         with pytest.raises(PlanError):
             Plan.from_json(text.replace(old, new))
@@ -449,7 +450,7 @@ class TestAnExplanationThatIsKept:
     )
     def test_one_that_contradicts_its_plan_is_made_anew(self, told):
         """Its digest is in the plan's file, so anyone who changes the file can change the digest."""
-        plan = solved_plan((70, 30), (1, 2), (100, 100)).with_explanation()
+        plan = with_explanation(solved_plan((70, 30), (1, 2), (100, 100)))
         explanation = plan.explained.explanation
         tampered = replace(plan, explained=replace(plan.explained, explanation=replace(explanation, **told)))
         again = Plan.from_json(tampered.to_json())
@@ -462,24 +463,13 @@ class TestAnExplanationThatIsKept:
         assert read_profile(path).explained is not None
 
 
-def problem_of(plan: Plan) -> Problem:
-    return Problem.of(
-        plan.fit,
-        tuple(device.ceiling for device in plan.devices),
-        plan.region,
-        effective_batch_sizes=plan.effective_batch_sizes,
-        max_batch_size=plan.max_batch_size,
-        accumulates=True,
-    )
-
-
 @pytest.mark.slow
 @given(plans(), st.booleans())
 @settings(max_examples=40)
 def test_without_a_bound_the_rate_is_never_lower(plan, ranks):
     if ranks:
         plan = replace(plan, region=None)
-    problem = problem_of(plan)
+    problem = explaining.problem_of(plan)
     relaxed = [problem.without(overhead) for overhead in ("copies", "gather", "overhead", "update")]
     relaxed += [problem.faster((index,), 2.0) for index in range(len(plan.split))]
     # The split is the fastest for full forwards, not for the shorter last one.
@@ -491,7 +481,7 @@ def test_without_a_bound_the_rate_is_never_lower(plan, ranks):
 
 @given(plans(), st.sampled_from([1, GIB, NO_LIMIT_BYTES]), st.integers(0, 2), st.integers(1, 200))
 def test_more_memory_takes_no_split_away(plan, more_bytes, index, batch_size):
-    problem = problem_of(plan)
+    problem = explaining.problem_of(plan)
     more = problem.with_memory(index % len(plan.split), more_bytes)
     assert more.region.largest_batch >= problem.region.largest_batch
     before, after = problem.region.gpu0_bounds(batch_size), more.region.gpu0_bounds(batch_size)

@@ -22,13 +22,13 @@ from raised import raises
 from test_explain import solved_plan
 
 from autosplit.cli.main import main
-from autosplit.cli.torchrun_job import launch_of
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan.export import FORMATS
 from autosplit.plan.exported import Export
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions, DdpPlan, RankSettings
 from autosplit.plan.redact import shareable
+from autosplit.plan.torchrun import command_for
 from autosplit.probe.check_result import Check
 from autosplit.profiles import store as profiles
 
@@ -357,7 +357,7 @@ def test_torchruns_line_is_that_of_launch(tmp_path):
     plan = uneven_plan()
     plan.save(path)
     found = plan.export("torchrun", path=path)
-    assert found.text == launch_of(str(path), ["train.py"]).line()
+    assert found.text == command_for(Plan.load(path), path, ["train.py"]).line()
     assert shlex.split(found.text)[0] == f"AUTOSPLIT_PROFILE={path}"
     assert found.exact
 

@@ -32,7 +32,8 @@ from autosplit.probe.check_result import Check, error_text, is_count_expression
 from autosplit.probe.gradient_check import check, checks_for
 from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.tracked_step import wrapper_for
-from autosplit.workload.batch import Whole, map_tensors
+from autosplit.workload.model_call import training_loss
+from autosplit.workload.tree import Whole, map_tensors
 from autosplit.workload.workload import Workload
 
 
@@ -253,11 +254,11 @@ def accumulated(workload, count=None, *, divided=False, sizes=(4, 2)):
         model.zero_grad()
         return torch.cat([part.flatten() for part in found])
 
-    workload.loss(model, batch).backward()
+    training_loss(workload, model, batch).backward()
     whole = gradient()
     for step in steps(micro_batches, batch_size=max(sizes), effective_batch_size=sum(sizes), count=count):
         for micro_batch in step:
-            loss = workload.loss(model, micro_batch)
+            loss = training_loss(workload, model, micro_batch)
             step.backward(loss / step.weight if divided else loss)
     return gradient(), whole
 
@@ -926,7 +927,7 @@ def test_figures_are_those_of_the_wrapper_and_of_steps():
     assert one.accumulation_error == pytest.approx(float((gradient - whole).norm() / whole.norm()), rel=1e-6)
     split = [p.detach().clone() for p in workload.model.parameters()]
     wrapper = wrapper_for(workload, (2, 4))(workload.model)
-    workload.loss(wrapper, workload.sample_batch).backward()
+    training_loss(workload, wrapper, workload.sample_batch).backward()
     split = torch.cat([p.grad.flatten() for p in workload.model.parameters()])
     torch.testing.assert_close(split, whole)
 

@@ -14,6 +14,7 @@ from plans import make_plan
 
 from autosplit.plan.plan import Plan
 from autosplit.profiles.differences import MOST_TOLD, NEAREST_PROFILE, differences, nearest_note
+from autosplit.profiles.key import ProfileKey
 
 GPUS = {"kind": "cuda", "name": "NVIDIA A100", "memory_gib": 40, "count": 2}
 MACHINE = {"devices": [GPUS], "torch": "2.12.0", "cuda": "12.6", "autosplit": "1.0"}
@@ -47,14 +48,13 @@ PLAN = make_plan(machine=MACHINE, workload=WORKLOAD, request=REQUEST)
 def told_of(
     plan: Plan = PLAN, *, machine: Any = MACHINE, workload: Any = WORKLOAD, request: Any = REQUEST
 ) -> list[str]:
-    return differences(plan, machine=machine, workload=workload, request=request)
+    return differences(plan, ProfileKey(machine, workload, request))
 
 
 def nearest(*plans: Plan | None, **options: Any) -> str | None:
     """Return the text of the note on the most similar profile."""
     remembered = [(Path(f"{number}bcdef0123456789.json"), plan) for number, plan in enumerate(plans)]
-    parts = {"machine": MACHINE, "workload": WORKLOAD, "request": REQUEST}
-    note = nearest_note(remembered, **{**parts, **options})
+    note = nearest_note(remembered, ProfileKey(MACHINE, WORKLOAD, REQUEST), **options)
     assert note is None or note.kind == NEAREST_PROFILE
     return None if note is None else note.text
 
@@ -126,11 +126,6 @@ def test_each_part_of_the_workload(changes, said):
 )
 def test_each_part_of_the_request(changes, said):
     assert told_of(request={**REQUEST, **changes}) == [said]
-
-
-def test_an_older_file_tells_of_the_request_what_the_plan_does():
-    older = replace(PLAN, request={}, effective_batch_sizes=(16, 16))
-    assert told_of(older) == ["effective_batch_size was 16, now 256"]
 
 
 def test_the_nearest_is_that_with_the_fewest_differences():

@@ -27,12 +27,14 @@ from autosplit.errors import PlanError
 from autosplit.plan.plan import Plan
 from autosplit.probe.check_result import Check
 from autosplit.profiles import store as profiles
+from autosplit.profiles.key import ProfileKey
 from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
 
 KEY = "0123456789abcdef"
 MACHINE = {"devices": [{"kind": "sim", "name": "RTX3090", "count": 2}], "torch": "2.13", "cuda": None}
 WORKLOAD = {"model": "Net", "parameters": 1000, "loss_fn": None}
+WANTED = ProfileKey(MACHINE, WORKLOAD, {})
 
 
 def full_plan() -> Plan:
@@ -243,7 +245,7 @@ def each(case: bytes, ground: Path, *, shows: bool = True) -> None:
         code, out = shown("show", KEY, "--json")
         assert (code, bool(out)) == ((0, True) if named is not None else (2, False))
         assert named is None or is_whole(named)
-    found = profiles.find(KEY, machine=MACHINE, workload=WORKLOAD)
+    found = profiles.find(KEY, WANTED)
     if found.plan is None:
         (note,) = found.notes
         assert str(note).startswith(f"The profile {path} was ignored: it")
@@ -252,7 +254,7 @@ def each(case: bytes, ground: Path, *, shows: bool = True) -> None:
         assert os.path.lexists(bad) != os.path.lexists(path)
         assert os.path.lexists(bad) == str(note).endswith(f" It was renamed to {KEY}.bad.")
         assert os.path.lexists(bad) or "it is for another" in note.text
-        assert profiles.find(KEY, machine=MACHINE, workload=WORKLOAD).plan is None
+        assert profiles.find(KEY, WANTED).plan is None
     else:
         assert found.plan == named
         assert (found.plan.machine, found.plan.workload) == (MACHINE, WORKLOAD)
@@ -306,7 +308,7 @@ def test_cut_off_at_every_byte():
 
 def test_the_base_of_all_this_is_found():
     profiles.store(KEY, PLAN)
-    assert profiles.find(KEY, machine=MACHINE, workload=WORKLOAD).plan == PLAN
+    assert profiles.find(KEY, WANTED).plan == PLAN
     assert is_whole(PLAN)
 
 

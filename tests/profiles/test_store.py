@@ -13,8 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from noted import noted
 from plans import MIB, make_plan, simulated_plan
 from raised import raises
@@ -26,7 +24,7 @@ from autosplit.devices.spec import parse_devices
 from autosplit.errors import ProfileError
 from autosplit.plan.plan import Plan
 from autosplit.profiles import store as profiles
-from autosplit.profiles.key import key_of, machine_of, workload_of
+from autosplit.profiles.key import ProfileKey, machine_of, workload_of
 from autosplit.profiles.store import find, store
 from autosplit.profiles.validity import differing_facts, memory_shortfall
 
@@ -85,7 +83,7 @@ def put(content: bytes | str, key: str = KEY) -> Path:
 
 
 def search_for(key: str = KEY, machine=MACHINE, described=WORKLOAD) -> profiles.Found:
-    return find(key, machine=machine, workload=described)
+    return find(key, ProfileKey(machine, described, {}))
 
 
 def ignored(path: Path, **options) -> str:
@@ -139,7 +137,7 @@ class TestMachine:
     def test_kind_capacity_count_and_order_are(self, one, other):
         first, second = (machine_of(parse_devices(spec)) for spec in (one, other))
         assert first != second
-        assert key_of(first, {}, {}, None) != key_of(second, {}, {}, None)
+        assert ProfileKey(first, {}, {}).digest != ProfileKey(second, {}, {}).digest
 
     def test_names_the_versions(self):
         machine = machine_of(parse_devices("cpu"))
@@ -384,17 +382,18 @@ class TestKey:
     def test_each_part_counts(self):
         request = {"effective_batch_size": 512, "reserve": None}
         keys = {
-            key_of(MACHINE, WORKLOAD, request, None),
-            key_of({**MACHINE, "torch": "2.14"}, WORKLOAD, request, None),
-            key_of(MACHINE, {**WORKLOAD, "parameters": 4}, request, None),
-            key_of(MACHINE, WORKLOAD, {**request, "effective_batch_size": 256}, None),
-            key_of(MACHINE, WORKLOAD, request, "mine"),
+            ProfileKey(MACHINE, WORKLOAD, request).digest,
+            ProfileKey({**MACHINE, "torch": "2.14"}, WORKLOAD, request).digest,
+            ProfileKey(MACHINE, {**WORKLOAD, "parameters": 4}, request).digest,
+            ProfileKey(MACHINE, WORKLOAD, {**request, "effective_batch_size": 256}).digest,
+            ProfileKey(MACHINE, WORKLOAD, {**request, "name": "mine"}).digest,
         }
         assert len(keys) == 5
         assert all(len(key) == 32 and set(key) <= set("0123456789abcdef") for key in keys)
 
     def test_the_order_of_facts_does_not(self):
-        assert key_of(MACHINE, WORKLOAD, {"a": 1, "b": 2}, None) == key_of(MACHINE, WORKLOAD, {"b": 2, "a": 1}, None)
+        one, other = (ProfileKey(MACHINE, WORKLOAD, facts).digest for facts in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
+        assert one == other
 
 
 class TestStoreAndFind:
@@ -491,10 +490,6 @@ class TestHostileFiles:
         assert ignored(path).endswith("It can't be renamed (Permission denied), so delete it.")
         assert path.read_text() == "{"
 
-    def test_a_deep_machine_is_ignored(self):
-        deep = PLAN.to_json().replace('"torch": "2.13"', '"torch": ' + "[" * 900 + "]" * 900)
-        ignored(put(deep))
-
     def test_a_folder_is_ignored(self, cache_dir):
         path = cache_dir / "profiles" / f"{KEY}.json"
         path.mkdir(parents=True)
@@ -509,20 +504,6 @@ class TestHostileFiles:
         assert {found.stat().st_mode & 0o777 for found in path.parent.iterdir()} == {0o600}
         folders = (path.parent, path.parent.parent, path.parent.parent.parent)
         assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
-
-    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
-    @given(st.data())
-    def test_anything_is_found_or_ignored(self, data):
-        text = PLAN.to_json().encode()
-        at = data.draw(st.integers(0, len(text)))
-        end = data.draw(st.integers(at, min(len(text), at + 30)))
-        put(text[:at] + data.draw(st.binary(max_size=6)) + text[end:])
-        found = search_for()
-        if found.plan is None:
-            (note,) = found.notes
-            assert str(note).endswith(".bad.") or "schema_version" in note.text or "another" in note.text
-        else:
-            assert found.plan.machine == MACHINE
 
 
 class TestForeignPlans:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import math
@@ -12,8 +11,6 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from error_types import DeviceError, InputError, PlanError
-from hypothesis import given
-from hypothesis import strategies as st
 from plans import MIB, make_plan, plan_device, simulated_plan
 from raised import raises
 from torch import nn
@@ -21,29 +18,6 @@ from torch import nn
 from autosplit import OutOfMemoryError, Plan
 
 PLAN = make_plan()
-JSON_VALUES = st.recursive(
-    st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(),
-        st.sampled_from([2**63, -(2**70), 10**400]),
-        st.floats(allow_nan=False, allow_infinity=False),
-        st.text(max_size=5),
-    ),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
-    max_leaves=4,
-)
-
-
-def loaded_or_refused(text: str | bytes) -> Plan | None:
-    """Load a plan. Return None if it raises a one-line error with the expected value."""
-    try:
-        return Plan.from_json(text)
-    except PlanError as error:
-        message = str(error)
-    assert "expected" in message.lower()
-    assert "\n" not in message
-    return None
 
 
 class TestJson:
@@ -150,28 +124,15 @@ class TestWhatIsNoPlan:
         with raises(PlanError, "plan-version", "99", "2"):
             Plan.from_json(text)
 
-    @given(st.data())
-    def test_a_plan_with_anything_changed_loads_or_is_refused(self, data):
-        plain = copy.deepcopy(PLAN.to_dict())
-        node, key = plain, data.draw(st.sampled_from(sorted(plain)))
-        while isinstance(node[key], (dict, list)) and node[key] and data.draw(st.booleans()):
-            node = node[key]
-            key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
-        if data.draw(st.booleans()):
-            node[key] = data.draw(JSON_VALUES)
-        else:
-            del node[key]
-        loaded = loaded_or_refused(json.dumps(plain))
-        if loaded is not None:
-            assert sum(loaded.split) == loaded.batch_size
-            assert Plan.from_json(loaded.to_json()) == loaded
 
-    @given(st.data())
-    def test_bytes_with_a_part_changed_load_or_are_refused(self, data):
-        text = PLAN.to_json().encode()
-        at = data.draw(st.integers(0, len(text)))
-        end = data.draw(st.integers(at, min(len(text), at + 20)))
-        loaded_or_refused(text[:at] + data.draw(st.binary(max_size=4)) + text[end:])
+def test_a_plan_has_few_public_methods():
+    """`dir(plan)` is what users see in a notebook."""
+    public = {name for name in dir(PLAN) if not name.startswith("_")}
+    assert public - {one.name for one in fields(PLAN)} == {
+        *("wrap", "steps", "batch_sampler", "token_sampler", "max_tokens", "loader", "budgets", "devices_here"),
+        *("explain", "fastest", "compare_with", "goodput", "plot", "export"),
+        *("path", "save", "load", "to_dict", "to_json", "from_json"),
+    }
 
 
 class TestFiles:
@@ -187,7 +148,6 @@ class TestFiles:
         made.save(tmp_path / "plan.json")
         plan = Plan.load(tmp_path / "plan.json")
         assert plan.path == tmp_path / "plan.json"
-        assert plan.with_notes("read").path == plan.path
         assert plan == made
         assert plan.to_json() == made.to_json()
         assert str(tmp_path) not in repr(plan)

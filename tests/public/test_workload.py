@@ -1,13 +1,12 @@
-"""Calling a model, computing its loss, and making a batch."""
+"""Arguments of a workload, and sample batches from a loader."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
+import inspect
 import itertools
 import multiprocessing
 import random
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,182 +14,22 @@ import torch
 from error_types import WorkloadError
 from hypothesis import given
 from hypothesis import strategies as st
-from raised import raises
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
-from autosplit import AutosplitError, BalancedDataParallel, Whole, Workload
-
-
-class Recorder(nn.Module):
-    """Records its arguments."""
-
-    def __init__(self, function=lambda *args, **kwargs: args[0] if args else next(iter(kwargs.values()))):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.function = function
-        self.called = None
-
-    def forward(self, *args, **kwargs):
-        self.called = (args, kwargs)
-        return self.function(*args, **kwargs) * self.weight
-
-
-@dataclasses.dataclass
-class Output:
-    logits: Tensor
-    loss: Tensor | None = None
-
-
-class Pair(NamedTuple):
-    a: Tensor
-    b: Tensor
-
+from autosplit import AutosplitError, Whole, Workload
 
 X = torch.arange(8.0).view(4, 2)
 Y = torch.arange(4)
 
 
-class TestCallRules:
-    @pytest.mark.parametrize(
-        ("batch", "args", "kwargs"),
-        [
-            (X, 1, []),
-            ((X, Y), 2, []),
-            ([X, Y], 2, []),
-            ({"x": X, "y": Y}, 0, ["x", "y"]),
-            (collections.UserDict(x=X), 0, ["x"]),
-            (Pair(X, Y), 2, []),
-            (Output(X), 1, []),
-        ],
-        ids=["tensor", "tuple", "list", "dict", "UserDict", "namedtuple", "dataclass"],
-    )
-    def test_by_the_type_of_the_batch(self, batch, args, kwargs):
-        model = Recorder(lambda *args, **kwargs: X)
-        Workload(model, batch).loss(model, batch)
-        assert (len(model.called[0]), list(model.called[1])) == (args, kwargs)
-
-    def test_with_a_loss_function_the_inputs_follow_the_same_rules(self):
-        model = Recorder(lambda x, scale: x * scale)
-        batch = ({"x": X, "scale": torch.tensor(2.0)}, Y)
-        seen = []
-
-        def loss_fn(outputs, targets):
-            seen.append(targets)
-            return outputs.sum()
-
-        loss = Workload(model, batch, loss_fn=loss_fn).loss(model, batch)
-        assert loss.item() == 2 * X.sum()
-        assert list(model.called[1]) == ["x", "scale"]
-        assert torch.equal(seen[0], Y)
-
-    def test_compute_loss_replaces_them_all(self):
-        model = nn.Linear(2, 1)
-        batch = {"odd": X, "targets": Y}
-        workload = Workload(model, batch, compute_loss=lambda model, batch: model(batch["odd"]).sum() * 0 + 7)
-        assert workload.loss(model, batch).item() == 7
-
-    def test_a_plain_model_never_sees_a_mark(self):
-        """The sample batch's Whole was passed to the model."""
-        model = Recorder(lambda x, mask: x @ mask)
-        batch = (X, Whole(torch.eye(2)))
-        Workload(model, batch).loss(model, batch)
-        assert isinstance(model.called[0][1], Tensor)
-
-    def test_nor_does_a_loss_function_or_compute_loss(self):
-        seen = []
-
-        def check(first, second):
-            seen.append(second)
-            return first.sum() if isinstance(first, Tensor) else first(X).sum()
-
-        model = nn.Linear(2, 1)
-        batch = (X, {"y": Y, "weights": Whole(torch.ones(3))})
-        for workload in (Workload(model, batch, loss_fn=check), Workload(model, batch, compute_loss=check)):
-            workload.loss(model, batch)
-        assert isinstance(seen[0]["weights"], Tensor)
-        assert isinstance(seen[1][1]["weights"], Tensor)
-
-    def test_a_wrapper_does(self):
-        wrapped = BalancedDataParallel(None, Recorder(lambda x, mask: x @ mask), ["cpu"] * 2, split=(1, 3))
-        mask = torch.rand(2, 2)
-        torch.testing.assert_close(wrapped(X, Whole(mask)), X @ mask)
-
-
-class TestLossRules:
-    @staticmethod
-    def loss_of(function, **kwargs):
-        model = Recorder()
-        model.forward = lambda x: function(x * model.weight)
-        return Workload(model, X, **kwargs).loss(model, X).item()
-
-    def test_the_outputs_own_loss(self):
-        assert self.loss_of(lambda x: Output(x, x.sum())) == 28
-        assert self.loss_of(lambda x: {"logits": x, "loss": x.sum()}) == 28
-        assert self.loss_of(lambda x: collections.UserDict(logits=x, loss=x.sum())) == 28
-
-    def test_a_scalar(self):
-        assert self.loss_of(lambda x: x.max()) == 7
-
-    def test_otherwise_the_mean_of_floating_outputs(self):
-        assert self.loss_of(lambda x: x) == 3.5
-        assert self.loss_of(lambda x: (x, {"other": x + 1, "codes": torch.arange(3)}, "text")) == 4.0
-        assert self.loss_of(Output) == 3.5
-
-    def test_a_loss_per_sample_is_refused(self):
-        """tune() averaged it, and then `step.backward` rejected it in training."""
-        assert self.loss_of(lambda x: Output(x, x.sum().reshape(1))) == 28
-        with raises(WorkloadError, "loss-shape", "(4,)"):
-            self.loss_of(lambda x: Output(x, x.sum(1)))
-
-    def test_the_mean_is_said_and_nothing_else_is(self):
-        model = nn.Linear(2, 2)
-        plain = Workload(model, X, optimizer=torch.optim.SGD)
-        (said,) = plain.assumptions(model(X))
-        assert (said.kind, "Pass loss_fn=" in said.text) == ("loss-assumed", True)
-        assert plain.assumptions(Output(X, model(X).sum())) == ()
-        assert Workload(model, (X, Y), loss_fn=F.cross_entropy, optimizer=torch.optim.SGD).assumptions(model(X)) == ()
-
-    def test_the_optimizer_is_said(self):
-        (said,) = Workload(nn.Linear(2, 2), X).assumptions(Output(X, X.sum()))
-        assert (said.kind, "AdamW" in said.text) == ("optimizer-assumed", True)
-        assert Workload([nn.Linear(2, 2)], X, step=lambda *args: None).assumptions() == ()
-
-    def test_nothing_to_take_a_loss_of(self):
-        with raises(WorkloadError, "model-output-without-loss", "str"):
-            self.loss_of(lambda x: "text")
-        with raises(WorkloadError, "model-output-without-loss", "Tensor"):
-            self.loss_of(lambda x: x.long())
-
-    def test_a_loss_that_is_no_tensor(self):
-        with raises(WorkloadError, "loss-type", "float"):
-            self.loss_of(None, compute_loss=lambda model, batch: 1.0)
-
-    def test_a_loss_of_no_parameter(self):
-        with raises(WorkloadError, "loss-without-gradient"):
-            self.loss_of(None, compute_loss=lambda model, batch: torch.tensor(1.0))
-
-
-class TestBatches:
-    def test_repeats_the_sample(self):
-        assert Workload(nn.Linear(2, 2), X).batch(5).tolist() == [*X.tolist(), X[0].tolist()]
-
-    def test_make_batch(self):
-        workload = Workload(nn.Linear(2, 2), X, make_batch=lambda n: torch.zeros(n, 2))
-        assert workload.batch(9).shape == (9, 2)
-
-    def test_make_batch_of_another_size(self):
-        workload = Workload(nn.Linear(2, 2), X, make_batch=lambda n: torch.zeros(4, 2))
-        with raises(WorkloadError, "make-batch-size", "9", "4"):
-            workload.batch(9)
-
-    def test_sample_batch_size_along_its_dimension(self):
-        assert Workload(nn.Linear(2, 2), torch.zeros(7, 3, 2), batch_dim=1).sample_batch_size == 3
-
-
 LINEAR = nn.Linear(2, 2)
+
+
+def test_sample_batch_size_along_its_dimension():
+    assert Workload(nn.Linear(2, 2), torch.zeros(7, 3, 2), batch_dim=1).sample_batch_size == 3
 
 
 @pytest.mark.parametrize(
@@ -240,7 +79,7 @@ def test_what_is_no_training_step(arguments, message):
 
 def test_a_factory_may_be_a_class():
     assert Workload(lambda: LINEAR, X).model() is LINEAR
-    Workload(Recorder, X)
+    Workload(nn.Flatten, X)
 
 
 def test_several_models_with_a_step():
@@ -290,7 +129,6 @@ class TestFromLoader:
         workload = Workload.from_loader(loader_of(), model=EMBED, optimizer=torch.optim.SGD, precision="bf16")
         assert workload.sample_batch.tolist() == [[6] * 9, [7, 7, *[0] * 7]]
         assert (workload.model, workload.optimizer, workload.precision) == (EMBED, torch.optim.SGD, "bf16")
-        assert workload.batch(3).shape == (3, 9)
 
     @pytest.mark.parametrize("batches", [1, 2, 3])
     def test_draws_as_many_as_it_is_told(self, batches):
@@ -465,38 +303,8 @@ def test_what_is_no_loader(loader, options, message):
     assert "\n" not in str(caught.value)
 
 
-def test_targets_without_a_loss_are_named():
-    model = nn.Linear(4, 2)
-    workload = Workload(model, (torch.zeros(4, 4), torch.zeros(4, 2)))
-    with raises(WorkloadError, "batch-arguments-differ", "tuple", "2", "Linear"):
-        workload.loss(model, workload.batch(4))
-
-
-def test_a_list_of_samples_is_told_to_be_collated():
-    samples = [{"x": X[0], "y": 1}, {"x": X[1], "y": 2}]
-    workload = Workload(LINEAR, samples, compute_loss=lambda model, batch: model(batch["x"]).mean())
-    with pytest.raises(TypeError, match="list indices") as caught:
-        workload.loss(LINEAR, workload.sample_batch)
-    assert "pass torch.utils.data.default_collate(samples)" in caught.value.autosplit_advice
-    with raises(WorkloadError, "batch-arguments-differ", "list", "3", "Linear"):
-        Workload(LINEAR, [X[0]] * 3).loss(LINEAR, [X[0]] * 3)
-
-
-def test_a_model_that_takes_a_part_of_a_mapping_is_told_how_to_pass_it():
-    batch = {"image": X, "mask": Y}
-    with pytest.raises(TypeError, match="unexpected keyword argument") as caught:
-        Workload(LINEAR, batch).loss(LINEAR, batch)
-    assert 'compute_loss=lambda model, batch: loss_fn(model(batch["inputs"])' in caught.value.autosplit_advice
-
-
-def test_a_model_that_takes_a_mapping_as_one_argument_is_told_how_to_pass_it():
-    """The message blamed the model, and did not mention that a mapping is passed as keywords."""
-
-    class One(nn.Module):
-        def forward(self, batch):
-            return batch["x"]
-
-    workload = Workload(One(), ({"x": torch.randn(4, 2)}, torch.zeros(4, 2)), loss_fn=nn.MSELoss())
-    with pytest.raises(TypeError, match="unexpected keyword") as caught:
-        workload.loss(workload.model, workload.sample_batch)
-    assert "compute_loss=lambda model, batch" in caught.value.autosplit_advice
+def test_a_workload_has_few_public_members():
+    public = {name for name in dir(Workload(LINEAR, X)) if not name.startswith("_")}
+    assert public - {*inspect.signature(Workload).parameters} == {
+        *("from_loader", "from_name", "sample_batch_size", "made"),
+    }

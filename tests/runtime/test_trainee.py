@@ -22,8 +22,8 @@ from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracer import make_tracer
 from autosplit.runtime.tracked_step import bucket_bytes, run_placed
-from autosplit.workload.batch import Whole, tensors_of
 from autosplit.workload.models import Models
+from autosplit.workload.tree import Whole, tensors_of
 from autosplit.workload.workload import Workload
 
 

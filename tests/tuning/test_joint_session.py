@@ -39,7 +39,7 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions
 from autosplit.probe.request import checked_request
 from autosplit.profiles import store as profiles
-from autosplit.profiles.key import key_of, machine_of, workload_of
+from autosplit.profiles.key import ProfileKey, machine_of, workload_of
 from autosplit.profiles.tuning_lock import Turn
 from autosplit.profiles.validity import usable_here
 from autosplit.runtime.cpu import CpuRuntime
@@ -868,7 +868,7 @@ class TestUsableHere:
 
     @staticmethod
     def kept(plan: Plan) -> int:
-        profiles.store(key_of(plan.machine, {}, {}, None), plan)
+        profiles.store(ProfileKey(plan.machine, {}, {}).digest, plan)
         return len(usable_here())
 
     def test_the_second_machines_part_is_enough(self) -> None:

@@ -49,7 +49,8 @@ from autosplit.solve.memory import Ceiling
 from autosplit.torch_versions import default_device
 from autosplit.tuning.progress import Progress
 from autosplit.tuning.tune import TuningInterrupted, tune
-from autosplit.workload.workload import Workload
+from autosplit.workload.model_call import training_loss
+from autosplit.workload.workload import Workload, modules_of
 
 pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
 
@@ -224,17 +225,17 @@ class Live:
     """
 
     def __init__(self, workload: Workload, make_optimizer: Any) -> None:
-        (model,) = workload.modules
+        (model,) = modules_of(workload)
         self.model = model
         self.optimizer = make_optimizer(model.parameters())
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
         for _ in range(2):
             self.optimizer.zero_grad()
-            workload.loss(model, workload.sample_batch).backward()
+            training_loss(workload, model, workload.sample_batch).backward()
             self.optimizer.step()
             self.scheduler.step()
         self.optimizer.zero_grad()
-        workload.loss(model, workload.sample_batch).backward()
+        training_loss(workload, model, workload.sample_batch).backward()
         self._hang_hooks()
         self.workload = replace(workload, optimizer=self.optimizer)
         self.watch = Watch(self)

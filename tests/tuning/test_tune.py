@@ -40,6 +40,7 @@ from autosplit.tuning import lone_session, memory_bounds, session
 from autosplit.tuning.measure import measure
 from autosplit.tuning.memory_bounds import MemoryBounds
 from autosplit.tuning.tune import ChangedTrainingWarning, DoubtfulTimesWarning, TuningInterrupted, tune
+from autosplit.workload.batch import resize
 from autosplit.workload.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
@@ -346,13 +347,16 @@ def inside(model, batch):
 def check_edges(plan: Plan, workload: Workload, loss_of, new_optimizer, *, steps_before: int = 0) -> None:
     """Train at the ceilings within the budgets, and with one sample more on each device."""
 
+    def batch(n: int):
+        return resize(workload.sample_batch, n, 0)
+
     def attempt(split: tuple[int, ...]) -> tuple[int, ...]:
         model = copy.deepcopy(workload.model)
         optimizer = new_optimizer(model.parameters())
-        train(model, loss_of, workload.batch, optimizer, 2, count=steps_before)
+        train(model, loss_of, batch, optimizer, 2, count=steps_before)
         wrapped = BalancedDataParallel(None, model, ["cpu"] * len(split), split=split)
         with plan.budgets() as tracker:
-            train(wrapped, loss_of, workload.batch, optimizer, sum(split))
+            train(wrapped, loss_of, batch, optimizer, sum(split))
             return tuple(tracker.peak_bytes)
 
     peaks = attempt(plan.ceilings)
@@ -393,7 +397,7 @@ class TestBudgets:
         model = copy.deepcopy(workload.model)
         optimizer = torch.optim.AdamW(model.parameters())
         wrapped = plan.wrap(model)
-        data = TensorDataset(*workload.batch(3 * effective))
+        data = TensorDataset(*resize(workload.sample_batch, 3 * effective, 0))
         loader = DataLoader(data, batch_sampler=plan.batch_sampler(len(data), shuffle=True, seed=0))
         sizes = []
         with plan.budgets() as tracker:

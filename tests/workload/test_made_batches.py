@@ -10,7 +10,10 @@ from torch import nn
 
 from autosplit import Workload
 from autosplit.errors import UserCodeError, WorkloadError
+from autosplit.workload.batch import resize
+from autosplit.workload.model_call import assumptions
 from autosplit.workload.samples import AmbiguousBatchError, batch_size_of
+from autosplit.workload.workload import made_batch
 
 
 def points(n: int):
@@ -23,7 +26,7 @@ def points(n: int):
 def test_a_sample_batch_is_counted_where_small_batches_grow(name, n):
     workload = RAGGED[name].workload(n)
     assert workload.sample_batch_size == n
-    workload.batch(7)
+    made_batch(workload, 7)
 
 
 @pytest.mark.parametrize("name", [name for name, ragged in RAGGED.items() if not ragged.is_cut])
@@ -37,7 +40,8 @@ def test_lists_of_samples_are_repeated_without_make_batch(name):
     workload = RAGGED[name].workload(3, make_batch=None)
     assert workload.sample_batch_size == 3
     model, compute_loss = workload.model, workload.compute_loss
-    torch.testing.assert_close(compute_loss(model, workload.batch(6)), compute_loss(model, workload.batch(3)))
+    batch = workload.sample_batch
+    torch.testing.assert_close(compute_loss(model, resize(batch, 6, 0)), compute_loss(model, batch))
 
 
 def test_a_batch_that_does_not_show_its_size_is_made_again():
@@ -45,14 +49,14 @@ def test_a_batch_that_does_not_show_its_size_is_made_again():
     workload = Workload(nn.Linear(3, 1), ragged, make_batch=lambda n: (points(n), torch.zeros(2, 5)))
     assert workload.sample_batch_size == 4
     assert workload.sample_batch[0].shape == (64, 3)
-    assert any("it used make_batch(4) instead" in note.text for note in workload.assumptions())
+    assert any("it used make_batch(4) instead" in note.text for note in assumptions(workload))
 
 
 def test_wrong_numbers_of_samples_are_refused():
     data = torch.zeros(4, 2)
     workload = Workload(nn.Linear(2, 2), data, make_batch=lambda n: data[:n])
     with raises(WorkloadError, "make-batch-size", "9", "4"):
-        workload.batch(9)
+        made_batch(workload, 9)
 
 
 def test_errors_of_make_batch_are_its_own():

@@ -8,9 +8,9 @@ from raised import raises
 from torch import nn
 
 from autosplit.errors import UserCodeError, WorkloadError
-from autosplit.workload.batch import Whole
 from autosplit.workload.sequence_length import at_length
-from autosplit.workload.workload import Workload
+from autosplit.workload.tree import Whole
+from autosplit.workload.workload import Workload, made_batch
 
 
 def resized(batch, length, **options):
@@ -66,7 +66,7 @@ def test_make_batch_is_asked_for_the_length():
     )
     found = at_length(workload, 3)
     assert found.sample_batch.shape == (2, 4)
-    assert found.batch(5).shape == (5, 4)
+    assert made_batch(found, 5).shape == (5, 4)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,10 @@ def _compare_one(
 
         def tune_one(devices: Any, timed: Mapping[str, Any]) -> Plan | ClusterScaling:
             if isinstance(devices, Cluster):
-                return _predicted(spec, workload, devices, {**keywords, **timed})
+                from autosplit.extras.cluster_prediction import predict_cluster
+
+                with users_errors(spec):
+                    return predict_cluster(workload, cluster=devices, **{**keywords, **timed})
             isolated = isolates(keywords.get("isolate"), devices)
             source = sendable(spec, workload) if isolated else workload
             return tuned_quietly(spec, source, devices=devices, **{**keywords, **timed, "isolate": isolated})
@@ -124,13 +127,6 @@ def _compare_one(
             EXIT_MISFIT,
         )
     return 0
-
-
-def _predicted(spec: str, workload: Any, cluster: Cluster, keywords: Mapping[str, Any]) -> ClusterScaling:
-    from autosplit.extras.cluster_prediction import predict_cluster
-
-    with users_errors(spec):
-        return predict_cluster(workload, cluster=cluster, **keywords)
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:

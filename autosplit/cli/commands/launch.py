@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,25 +11,30 @@ from pathlib import Path
 from autosplit.cli.named_plan import plan_file
 from autosplit.cli.output import Manner, note, print_json
 from autosplit.errors import InputError
+from autosplit.plan.torchrun import command_for
+from autosplit.text import printable
 
 
 def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None, print_only: bool = False) -> int:
     """Replace this process with torchrun, or print torchrun's command as a shell command line or as JSON."""
-    from autosplit.cli.torchrun_job import launch_of
+    from autosplit.ddp.find_plan import described, plan_for_job
 
-    found = launch_of(None if plan is None else str(plan_file(plan)), arguments)
+    found, path = plan_for_job(None if plan is None else str(plan_file(plan)))
+    assert path is not None, "only a plan that was passed as an object has no file"
+    job = command_for(found, path, arguments)
+    description = printable(f"{described(found)}, {path}")
     if manner.as_json:
         from autosplit.cli.json_types import LaunchCommand
 
-        print_json(LaunchCommand(found.command, dict(found.variables), found.description))
+        print_json(LaunchCommand(job.command, dict(job.variables), description))
         return 0
     if print_only:
-        sys.stdout.write(found.line() + "\n")
+        sys.stdout.write(job.line() + "\n")
         return 0
     script = next((argument for argument in arguments if argument.endswith(".py")), None)
     if script is not None and not Path(script).exists():
         raise InputError(f"{script} does not exist. Check the path of the training script.", code="script-missing")
-    note(f"plan: {found.description}", manner)
+    note(f"plan: {description}", manner)
     with suppress(OSError, UnicodeDecodeError):  # torchrun reports errors of the script
         if script is not None and "autosplit" not in Path(script).read_text(encoding="utf-8"):
             text = (
@@ -36,5 +42,8 @@ def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None,
                 "in another module."
             )
             note(f"{script} does not import autosplit. {text}", manner)
-    found.run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # torchrun replaces this process, so that it gets the signals and sets the exit code.
+    os.execve(job.command[0], list(job.command), {**os.environ, **job.variables})  # noqa: S606 - our own command
     raise AssertionError("execve replaces this process")

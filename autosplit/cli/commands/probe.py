@@ -19,7 +19,8 @@ from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plai
 from autosplit.cli.workload_arguments import check_before_running, isolates, sendable, users_errors
 from autosplit.devices.device import Device
 from autosplit.errors import InputError
-from autosplit.plan.canvas import check_drawing
+from autosplit.plan.canvas import check_installed
+from autosplit.plan.charts import unit_of
 from autosplit.solve.memory import Ceiling, Role
 from autosplit.text import counted_text, size_text
 from autosplit.tuning.progress import Progress
@@ -164,7 +165,7 @@ def _found_text(ceiling: Ceiling, *, simulated: bool) -> str:
 
 def _check_plot(path: str) -> None:
     """Raise InputError before a long search if a plot can't be drawn."""
-    check_drawing("--plot")
+    check_installed("matplotlib.figure", "--plot")
     from matplotlib.backend_bases import FigureCanvasBase
 
     kinds = sorted(FigureCanvasBase.get_supported_filetypes())
@@ -199,7 +200,7 @@ def _plot(ceilings: Sequence[Ceiling], path: str) -> None:
 
 
 def _draw_ceiling(axes: Any, ceiling: Ceiling) -> None:
-    unit, factor = ("GiB", 2**30) if ceiling.capacity_bytes >= 2**30 else ("MiB", 2**20)
+    unit, factor = unit_of(ceiling.capacity_bytes)
     ends = (0, ceiling.batch_size)
     axes.plot(
         ends,
