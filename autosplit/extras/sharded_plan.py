@@ -109,10 +109,14 @@ def sharded_plan(
     solved = [(one, one.problem.solve()) for one in variants]
     found = [(one, solution) for one, solution in solved if solution is not None]
     if not found:
+        one, several = (
+            size_text(min(variant.least_bytes for variant in variants if variant.several is several))
+            for several in (False, True)
+        )
         raise PlanError(
-            f"{_effective(plan)} samples per optimizer step do not fit {count} ranks, because each rank needs "
-            f"{size_text(min(one.least_bytes for one in variants))} for the sharded model and its smallest "
-            "batch. Pass layers with fewer parameters each, or tune for larger devices.",
+            f"{_effective(plan)} samples per optimizer step do not fit {count} ranks. With its smallest batch, a rank "
+            f"needs {one} in a step of one forward, and {several} in a step of several, which keeps whole gradients. "
+            "Pass layers with fewer parameters each, or tune for larger devices or a smaller effective batch.",
             code="sharded-plan-does-not-fit",
         )
     enough = (1 - LEAST_DIFFERENCE) * max(solution.samples_per_s for _, solution in found)
