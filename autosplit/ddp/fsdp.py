@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from autosplit.ddp.device import exchange_device, told_by_all
 from autosplit.errors import InputError
@@ -165,8 +166,10 @@ def _suitable(model: nn.Module, layers: Layers | None) -> list[nn.Module]:
 def _refuse_model(model: nn.Module) -> None:
     wrapped = [name for name, part in model.named_modules() if isinstance(part, DistributedDataParallel)]
     shared = [name for name, part in model.named_modules() if _holds_shards(part)]
-    scalars = [name for name, tensor in model.named_parameters() if not tensor.dim()]
+    lazy = [name for name, tensor in model.named_parameters() if is_lazy(tensor)]
+    scalars = [name for name, tensor in model.named_parameters() if name not in lazy and not tensor.dim()]
     for names, says in (
+        (lazy, "has lazy parameters, which have no shape until the model ran once:"),
         (wrapped, "is wrapped in DistributedDataParallel at"),
         (shared, "is already sharded at"),
         (scalars, "has parameters without a dimension, which can't be sharded:"),
@@ -182,7 +185,13 @@ def _refuse_model(model: nn.Module) -> None:
 def _chosen(model: nn.Module, layers: Layers | None) -> list[nn.Module]:
     if layers is None:
         return []
-    is_class = isinstance(layers, type | tuple)
+    is_class = isinstance(layers, type) or (isinstance(layers, tuple) and all(isinstance(one, type) for one in layers))
+    if not is_class and (not callable(layers) or isinstance(layers, nn.Module)):
+        raise InputError(
+            f"layers is {layers!r:.80}. Expected a class of modules, a tuple of classes, or a function that returns "
+            "True for some modules. Pass the class itself, not its name or an instance.",
+            code="fsdp-layers",
+        )
     is_one = (lambda part: isinstance(part, cast("type", layers))) if is_class else cast("Any", layers)
     chosen = [part for part in model.modules() if part is not model and is_one(part)]
     if not chosen:

@@ -97,34 +97,58 @@ def sharded_plan(
         PlanError: The plan has no ranks, a single rank, no time model, or no parts of device 0's memory. Or the
             effective batch does not fit.
     """
-    fit, optimizer_bytes = _measured(plan)
+    refuse_without_ranks(plan)
     count = len(plan.ddp.ranks)
-    sizes = [size for size in range(2, count + 1) if count % size == 0]
-    if shard_size is not None and shard_size not in sizes:
-        raise InputError(
-            f"shard_size is {shard_size}. Expected one of {sizes}: a divisor of the plan's {count} ranks.",
-            code="shard-size",
-        )
+    sizes = shard_sizes(count, shard_size)
+    fit, optimizer_bytes = _measured(plan)
     model = _Sharded(groups, [[_gathered(one, param_dtype) for one in group] for group in groups], optimizer_bytes)
     variants = [
         _Variant(plan, fit, model, activations, 1 - gaps, size, reshards, several)
         for size in sizes
         for several in (False, True)
-        if shard_size in (None, size)
     ]
     solved = [(one, one.problem.solve()) for one in variants]
     found = [(one, solution) for one, solution in solved if solution is not None]
     if not found:
+        one, several = (
+            size_text(min(variant.least_bytes for variant in variants if variant.several is several))
+            for several in (False, True)
+        )
         raise PlanError(
-            f"{_effective(plan)} samples per optimizer step do not fit {count} ranks, because each rank needs "
-            f"{size_text(min(one.least_bytes for one in variants))} for the sharded model and its smallest "
-            "batch. Pass layers with fewer parameters each, or tune for larger devices.",
+            f"{_effective(plan)} samples per optimizer step do not fit {count} ranks. With its smallest batch, a rank "
+            f"needs {one} in a step of one forward, and {several} in a step of several, which keeps whole gradients. "
+            "Pass layers with fewer parameters each, or tune for larger devices or a smaller effective batch.",
             code="sharded-plan-does-not-fit",
         )
     enough = (1 - LEAST_DIFFERENCE) * max(solution.samples_per_s for _, solution in found)
     fast = [pair for pair in found if pair[1].samples_per_s >= enough]
     chosen, solution = min(fast, key=lambda pair: (pair[0].size, pair[1].accumulation_steps))
     return with_notes(chosen.planned(solution), last=[chosen.note(solution), chosen.unequal_note(solution)])
+
+
+def shard_sizes(ranks: int, wanted: int | None) -> list[int]:
+    """Return the numbers of ranks per shard group to try: `wanted`, or by default all that divide `ranks`.
+
+    Raises:
+        InputError: `wanted` is no such number.
+        PlanError: There is a single rank.
+    """
+    sizes = [size for size in range(2, ranks + 1) if ranks % size == 0]
+    if not sizes:
+        raise PlanError(
+            "There is a single rank. Expected several, because FSDP2 shards a model over several devices. Pass more "
+            "devices, such as devices='sim:2xRTX3090'.",
+            code="shard-ranks",
+        )
+    if wanted is None:
+        return sizes
+    if type(wanted) is not int or wanted not in sizes:
+        raise InputError(
+            f"shard_size is {wanted!r:.80}. Expected one of {sizes}: a divisor of the number of ranks, {ranks}. Leave "
+            "shard_size out to try them all.",
+            code="shard-size",
+        )
+    return [wanted]
 
 
 def state_bytes(parameters: Iterable[Tensor], ranks: int = 1) -> tuple[int, int]:
@@ -372,12 +396,9 @@ def _at_least(curve: TimeCurve, seconds: float, most: int) -> TimeCurve:
 
 def _measured(plan: Plan) -> tuple[Fit, int]:
     """Return the plan's time model and the bytes of the whole optimizer state. Raise PlanError without them."""
-    refuse_without_ranks(plan)
     memory = plan.devices[0].memory
     lacks = "no time model" if plan.fit is None else "no parts of device 0's memory" if memory is None else None
-    if len(plan.ddp.ranks) == 1:
-        lacks = "a single rank"
-    elif plan.ddp.shard_size is not None:
+    if plan.ddp.shard_size is not None:
         lacks = "a sharded model already"
     if lacks is not None or plan.fit is None or memory is None:
         raise PlanError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from autosplit.devices.catalog import find_card
 from autosplit.devices.device import Device, reserve_bytes
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import InputError, ends_tracebacks, users_errors
-from autosplit.extras.sharded_plan import Activations, sharded_plan, state_bytes
+from autosplit.extras.sharded_plan import Activations, shard_sizes, sharded_plan, state_bytes
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.other_model import warn_of_other_model
@@ -45,6 +45,7 @@ from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.solve.memory import Ceiling
 from autosplit.text import size_text
 from autosplit.torch_versions import FakeTensor
+from autosplit.tuning.keywords import refuse_unknown
 from autosplit.tuning.rank_group import in_a_job
 from autosplit.tuning.tune import tune
 from autosplit.workload.tree import map_tensors
@@ -99,11 +100,12 @@ def tune_sharded(
         param_dtype: The same dtype as in ``MixedPrecisionPolicy(param_dtype=...)`` for `ctx.shard`. Steps are measured
             or simulated with parameters and inputs in this dtype. Default: the dtype of the parameters.
         plan: A plan for the whole model, with `strategy` ``"ddp"`` and `param_dtype` as its parameters' dtype. Pass it
-            if a job of several machines made it. Default: tune first.
+            if a job of several machines made it. Arguments that it was tuned with, such as `devices`, are refused then.
+            Default: tune first.
         devices: See `autosplit.tune`.
         reserve: See `autosplit.tune`.
-        **options: Other keyword arguments of `autosplit.tune`, except `strategy`, `lengths` and
-            `checkpointing`. A model that checkpoints its layers itself works.
+        **options: Other keyword arguments of `autosplit.tune`, except `strategy`, `lengths`, `fits`
+            and `checkpointing`. A model that checkpoints its layers itself works.
 
     Raises:
         InputError: An argument is invalid. FSDP2 can't shard the model. Or this process is a rank of a job.
@@ -114,26 +116,29 @@ def tune_sharded(
     Warns:
         OtherModelWarning: `plan` was made for a model of another size.
     """
-    refused = sorted({"strategy", "lengths", "checkpointing"} & options.keys())
-    if refused:
-        raise InputError(
-            f"{refused[0]}={options[refused[0]]!r:.80} was passed. Expected none: sharded ranks train with DDP, with "
-            "samples of one length, and a model that checkpoints its layers itself. Leave the argument out.",
-            code="sharded-option",
-        )
+    _refuse_options(options, param_dtype, reshard_after_forward)
     if in_a_job():
         raise InputError(
             "tune_sharded was called in a job with several ranks. Expected a single process, which sees all devices. "
             "Call it before the job, save the plan, and pass its file to autosplit.ddp.setup.",
             code="sharded-in-a-job",
         )
+    if plan is None:
+        asked = parse_devices(devices)
+        shard_sizes(len(asked), shard_size)  # raise before minutes of tuning
+    else:
+        _refuse_with_plan(plan, {"devices": devices, "reserve": reserve, **options})
     with users_errors("The function that builds the model"):
         model = built_without_memory(partial(_model_of, model_or_workload), fake_mode())
-    groups = groups_of(model, layers)
-    given = model_or_workload if param_dtype is None else _cast(model_or_workload, param_dtype)
+    with users_errors("layers"):
+        groups = groups_of(model, layers)
+    given = model_or_workload
+    if param_dtype is not None:
+        _refuse_optimizer(options.get("optimizer"))
+        given = _cast(given, param_dtype)
     tuned = partial(tune, given, sample_batch, loss_fn, strategy="ddp", reserve=reserve, **options)
     if plan is None:
-        plan, traced_on = _whole_plan(tuned, parse_devices(devices), state_bytes(model.parameters()), reserve)
+        plan, traced_on = _whole_plan(tuned, asked, state_bytes(model.parameters()), reserve)
     else:
         warn_of_other_model(plan, model, stacklevel=3)
         traced_on = [_like(index, planned) for index, planned in enumerate(plan.devices)]
@@ -154,6 +159,44 @@ def tune_sharded(
 
 _DESCRIBED = {"compute_loss", "optimizer", "loss_reduction", "batch_dim", "make_batch"}
 """Arguments of `tune` that describe the workload."""
+
+
+def _refuse_options(options: Mapping[str, Any], param_dtype: Any, reshards: Any) -> None:
+    refuse_unknown(tune_sharded, options, tune)
+    refused = sorted({"strategy", "lengths", "checkpointing", "fits"} & options.keys())
+    if refused:
+        raise InputError(
+            f"{refused[0]}={options[refused[0]]!r:.80} was passed. Expected none: tune_sharded plans training only, "
+            "with DDP, samples of one length, and a model that checkpoints its layers itself. Leave the argument out.",
+            code="sharded-option",
+        )
+    if param_dtype is not None and not (isinstance(param_dtype, torch.dtype) and param_dtype.is_floating_point):
+        raise InputError(
+            f"param_dtype is {param_dtype!r:.80}. Expected a floating-point dtype of torch, or None for the dtype of "
+            "the parameters. Pass a dtype such as torch.bfloat16.",
+            code="sharded-param-dtype",
+        )
+    if not isinstance(reshards, bool):
+        raise InputError(
+            f"reshard_after_forward is {reshards!r:.80}. Expected True or False. Pass the value that ctx.shard gets.",
+            code="sharded-reshard",
+        )
+
+
+def _refuse_with_plan(plan: Any, options: Mapping[str, Any]) -> None:
+    """Raise InputError if `plan` is no plan, or for options that it was tuned with. They would have no effect."""
+    if not isinstance(plan, Plan):
+        raise InputError(
+            f"plan is {plan!r:.80}. Expected a Plan. Load a file with autosplit.Plan.load.",
+            code="sharded-plan-type",
+        )
+    ignored = [name for name, value in options.items() if name not in _DESCRIBED and value is not None]
+    if ignored:
+        raise InputError(
+            f"{ignored[0]}={options[ignored[0]]!r:.80} was passed with plan=. Expected none, because the plan is "
+            "already tuned. Leave one of the two out.",
+            code="sharded-plan-option",
+        )
 
 
 def _gaps(plan: Plan, devices: Sequence[Device]) -> float:
@@ -309,10 +352,21 @@ def _model_of(given: Any) -> nn.Module:
 def _cast(given: Any, dtype: torch.dtype) -> Any:
     """Return a workload, or a function that returns a model or a workload, whose model computes in this dtype."""
     if isinstance(given, Workload):
+        _refuse_optimizer(given.optimizer)
         return replace(given, model=partial(_cast_model, given.model, dtype))
     if isinstance(given, nn.Module):
         return partial(_cast_model, given, dtype)
     return partial(_cast_built, given, dtype)
+
+
+def _refuse_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"The optimizer is a {type(optimizer).__name__} object. With param_dtype, autosplit trains a copy of the "
+            "model with other parameters. Expected a class or a factory, such as torch.optim.AdamW. Pass "
+            "functools.partial for its options.",
+            code="sharded-optimizer",
+        )
 
 
 def _cast_built(build: Callable[[], Any], dtype: torch.dtype) -> Any:
@@ -325,7 +379,8 @@ def _cast_model(given: Any, dtype: torch.dtype) -> nn.Module:
     model = _model_of(given)
     # A model with fake tensors was just built for autosplit. Deepcopy would read its tensors' memory, and crash.
     if model is given and not any(isinstance(parameter, FakeTensor) for parameter in model.parameters()):
-        model = copy.deepcopy(given)
+        # torch logs an error if deepcopy copies a buffer's storage under fake tensors.
+        model = copy.deepcopy(given, {id(buffer): buffer.clone() for buffer in model.buffers()})
     cast = {
         parameter: nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
         for parameter in model.parameters()

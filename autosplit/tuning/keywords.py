@@ -29,10 +29,19 @@ _MEANT = {
 """Replacements for keywords of other tools and of older versions."""
 
 
-def refuse_unknown(call: Callable[..., Any], given: Iterable[str]) -> None:
-    """Raise ArgumentError for the first unknown keyword of a function, and suggest a replacement."""
+def refuse_unknown(call: Callable[..., Any], given: Iterable[str], *forwarded: Callable[..., Any]) -> None:
+    """Raise ArgumentError for the first unknown keyword of a function, and suggest a replacement.
+
+    Args:
+        forwarded: Functions to which `call` passes other keywords.
+    """
+    parameters = {
+        name: one for taker in (call, *forwarded) for name, one in inspect.signature(taker).parameters.items()
+    }
+    known = [name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD]
     for name in given:
-        known = [one for one in inspect.signature(call).parameters if one != "unknown"]
+        if name in known:
+            continue
         close = difflib.get_close_matches(name, known, 1)
         if name in (field.name for field in fields(Workload) if field.init):
             advice = f"It describes the workload: pass Workload(model, sample_batch, {name}=...)"

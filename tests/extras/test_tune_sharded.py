@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from raised import raises
+from shared_training import shares_plan
 from torch import nn
 
 from autosplit import Plan, Workload, ddp, tune, tune_sharded
-from autosplit.errors import DeviceError, InputError, PlanError, UserCodeError
+from autosplit.errors import ArgumentError, DeviceError, InputError, PlanError, UserCodeError
 from autosplit.oom import DoesNotFitError
 from autosplit.text import parse_bytes
 
@@ -150,12 +151,86 @@ class TestParamDtype:
         assert len([*cast.parameters()]) == LAYERS - 1
         assert cast(torch.ones(1, SIZE)).dtype is torch.bfloat16
 
+    def test_buffers_are_copied_without_errors_in_torchs_log(self, caplog):
+        from autosplit.extras.tune_sharded import _cast_model
+        from autosplit.runtime.fake_copy import fake_mode
+
+        norm = nn.BatchNorm1d(SIZE)
+        with fake_mode():
+            cast = _cast_model(norm, torch.bfloat16)
+        assert {name: tensor.shape for name, tensor in cast.named_buffers()} == {
+            name: tensor.shape for name, tensor in norm.named_buffers()
+        }
+        assert not caplog.records
+
 
 class TestRefusals:
-    @pytest.mark.parametrize("option", [{"strategy": "balanced"}, {"lengths": [1, 2]}, {"checkpointing": Layer}])
+    @pytest.mark.parametrize(
+        "option", [{"strategy": "balanced"}, {"lengths": [1, 2]}, {"checkpointing": Layer}, {"fits": "eval"}]
+    )
     def test_an_option_that_does_not_apply(self, option):
         with raises(InputError, "sharded-option", f"{next(iter(option))}="):
             tune_sharded(make_workload, devices="sim:2xRTX3090", **option)
+
+    @pytest.mark.parametrize(
+        ("option", "meant"), [("shardsize", "Use shard_size"), ("effective_batchsize", "Use effective_batch_size")]
+    )
+    def test_an_unknown_keyword(self, option, meant):
+        """It may be misspelled from an argument of tune_sharded or of tune."""
+        with raises(ArgumentError, "argument-unknown", f"{option}= is not", "tune_sharded()", meant):
+            tune_sharded(make_workload, **{option: 2})
+
+    @pytest.mark.parametrize("dtype", ["bf16", torch.int8, float])
+    def test_a_param_dtype_that_can_not_be_trained(self, dtype):
+        with raises(InputError, "sharded-param-dtype", "Expected a floating-point dtype"):
+            tune_sharded(make_workload, devices="sim:2xRTX3090", param_dtype=dtype)
+
+    def test_a_number_of_ranks_to_reshard_to(self):
+        """FSDP2 takes this number, and then keeps larger shards after the forward. The prediction lacks them."""
+        with raises(InputError, "sharded-reshard", "reshard_after_forward is 2"):
+            tune_sharded(make_workload, devices="sim:4xRTX3090", reshard_after_forward=2)
+
+    @pytest.mark.parametrize("size", [0, 3, "2", True, 2.0])
+    def test_a_shard_size_is_refused_before_the_tuning(self, size, monkeypatch):
+        monkeypatch.setattr("autosplit.extras.tune_sharded._whole_plan", pytest.fail)
+        with raises(InputError, "shard-size", f"shard_size is {size!r}. Expected one of [2]"):
+            sharded("1GiB", shard_size=size)
+
+    @pytest.mark.parametrize("layers", ["Layer", [Layer], (Layer, "Layer"), make_model(), 3])
+    def test_layers_that_are_no_class(self, layers):
+        with raises(InputError, "fsdp-layers", "Pass the class itself"):
+            sharded("1GiB", layers=layers)
+
+    def test_a_function_of_layers_that_raises(self):
+        with raises(UserCodeError, "user-code", "layers raised ZeroDivisionError"):
+            sharded("1GiB", layers=lambda _: 1 / 0)
+
+    def test_lazy_parameters(self):
+        model = nn.Sequential(nn.LazyLinear(SIZE))
+        with raises(
+            InputError, "fsdp-model", "has lazy parameters, which have no shape until the model ran once: 0.weight"
+        ):
+            tune_sharded(model, torch.randn(4, SIZE), devices="sim:2xRTX3090")
+
+    @pytest.mark.parametrize("given", ["workload", "keyword"])
+    def test_an_optimizer_of_the_parameters_before_the_cast(self, given):
+        workload = replace(make_workload(), model=make_model())
+        optimizer = torch.optim.SGD(workload.model.parameters())
+        what, options = {
+            "workload": ((replace(workload, optimizer=optimizer),), {}),
+            "keyword": ((workload.model, workload.sample_batch, workload.loss_fn), {"optimizer": optimizer}),
+        }[given]
+        with raises(InputError, "sharded-optimizer", "The optimizer is a SGD object"):
+            tune_sharded(*what, devices="sim:2xRTX3090", param_dtype=torch.bfloat16, **options)
+
+    def test_a_plan_by_its_path(self):
+        with raises(InputError, "sharded-plan-type", "plan is 'plan.json'. Expected a Plan"):
+            tune_sharded(make_workload, plan="plan.json")
+
+    @pytest.mark.parametrize("option", [{"devices": "sim:4xRTX3090"}, {"reserve": 0.1}, {"effective_batch_size": 8}])
+    def test_an_option_that_a_given_plan_would_ignore(self, option):
+        with raises(InputError, "sharded-plan-option", f"{next(iter(option))}=", "was passed with plan="):
+            tune_sharded(make_workload, plan=shares_plan((8, 8), 64), **option)
 
     def test_a_job(self, monkeypatch):
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
@@ -171,7 +246,7 @@ class TestRefusals:
             tune_sharded(workload, devices="sim:2xRTX3090")
 
     def test_one_device(self):
-        with raises(PlanError, "plan-not-shardable", "a single rank"):
+        with raises(PlanError, "shard-ranks", "a single rank"):
             tune_sharded(make_workload, devices="sim:RTX3090", layers=Layer, effective_batch_size=64)
 
     def test_the_users_own_error(self):
