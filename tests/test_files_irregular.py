@@ -60,13 +60,14 @@ def test_as_the_catalog_of_gpus(irregular: tuple[str, Path], monkeypatch: pytest
 def test_as_a_profile(irregular: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The profile is ignored with a note, and not removed."""
     from autosplit.profiles import store
+    from autosplit.profiles.key import ProfileKey
 
     what, path = irregular
     monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(tmp_path / "cache"))
     folder = tmp_path / "cache" / "profiles"
     folder.mkdir(parents=True)
     (folder / "ab.json").symlink_to(path)
-    found = store.find("ab", machine={"devices": []}, workload={})
+    found = store.find("ab", ProfileKey({"devices": []}, {}, {}))
     assert found.plan is None
     assert f"{what}" in str(found.notes[0])
 

@@ -234,7 +234,8 @@ def _whole_plan(
         _simulated(device.name, index, capacity + WHOLE_COPIES * state[0])
         for index, (device, capacity) in enumerate(zip(devices, capacities, strict=True))
     ]
-    return _placed(tuned(devices=large, profile="off"), devices, capacities), large
+    # The capacities are already without the reserve.
+    return _placed(tuned(devices=large, profile="off", reserve=None), devices, capacities), large
 
 
 @contextmanager

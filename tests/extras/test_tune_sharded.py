@@ -87,6 +87,12 @@ class TestModelsThatDoNotFit:
         with raises(DeviceError, "plan-simulated"), ddp.setup(plan):
             pass
 
+    def test_the_reserve_counts_once(self):
+        """The simulated GPUs with more memory kept it free, too."""
+        plan = sharded("160MiB", reserve="20MiB")
+        assert {rank.ceiling.capacity_bytes for rank in plan.ddp.ranks} == {140 * MIB}
+        assert plan.ddp.ranks[0].peak_bytes == sharded(FITS_NOT).ddp.ranks[0].peak_bytes
+
     def test_an_effective_batch_that_does_not_fit(self):
         with raises(PlanError, "sharded-plan-does-not-fit"):
             sharded("80MiB")

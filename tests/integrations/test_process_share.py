@@ -80,7 +80,7 @@ class TestShare:
         """The batch sizes of such a plan may run out of memory with a whole model on each rank."""
         plan = shared.shares_plan((7, 1), 20)
         plan = replace(plan, ddp=replace(plan.ddp, shard_size=2))
-        with raises(PlanError, "plan-is-for-sharded-model", "Pass the plan that tune returned"):
+        with raises(PlanError, "plan-is-for-sharded-model", "Pass a plan from autosplit.tune"):
             share_of(plan, Place(0, 2))
 
     @pytest.mark.parametrize("world_size", [1, 2])
