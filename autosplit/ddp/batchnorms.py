@@ -52,8 +52,8 @@ def doubt_batchnorms(
             code="batchnorm-rank-without-samples",
         )
     if rank == 0 and batch_sizes[0] < max(batch_sizes):
-        said = f"{said} {batch_sizes[0]} samples of {sum(batch_sizes)}. {remedy}, or tune with the device first that "
-        warnings.warn(f"{said}takes the most samples.", BatchNormWarning, stacklevel=3)
+        said = f"{said} {batch_sizes[0]} samples of {sum(batch_sizes)}. {remedy}, or tune with the device that takes "
+        warnings.warn(f"{said}the most samples listed first.", BatchNormWarning, stacklevel=3)
 
 
 @contextmanager

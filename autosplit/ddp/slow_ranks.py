@@ -108,7 +108,7 @@ class SlowRanks(StepListener):
         self._times: list[tuple[float, float, float]] = []
 
     def begin_loop(self) -> None:
-        """Leave out the next step, because workers and kernels start in it."""
+        """Do not measure the next step, because loader workers start and kernels are loaded during it."""
         self._is_first = True
 
     # Measure. See Note [Own time]

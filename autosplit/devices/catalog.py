@@ -271,7 +271,7 @@ def catalog_names_near(name: str) -> tuple[str, ...]:
 
 
 def mentions_card(text: str) -> bool:
-    """Return whether a text contains the name of a GPU, in any spelling."""
+    """Return whether a string contains the name of a GPU, in any spelling."""
     return any(_normal(name) in _normal(text) for name in gpu_catalog())
 
 

@@ -67,7 +67,7 @@ class CutBatches:
                     raise InputError(
                         "on_oom is 'cut', and a batch was drawn before the previous batch had run. Draw each batch "
                         "only when it runs. If a batch does not fit, autosplit draws it again in parts. Write "
-                        "`with accelerator.accumulate(model):` around each.",
+                        "`with accelerator.accumulate(model):` around each batch.",
                         code="batch-drawn-before-run",
                     )
                 if attempt.has_failed:

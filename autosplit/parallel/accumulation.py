@@ -44,13 +44,13 @@ class Accumulation:
 
     @contextmanager
     def running(self, *, is_last: bool) -> Iterator[None]:
-        """Publish this optimizer step in the block."""
+        """Make this the current optimizer step inside the `with` block, so that wrappers can read it."""
         self.is_last = is_last
         _running.set((*_running.get(), self))
         try:
             yield
         finally:
-            # Remove only this step. Resetting to the old value, also with a token, would fail if two interleaved loops
+            # Remove only this step. Resetting to the old value, even with a token, would fail if two interleaved loops
             # do not end in reverse order, or if a generator starts in one context and is closed in another.
             _running.set(tuple(other for other in _running.get() if other is not self))
 

@@ -115,7 +115,7 @@ class OptimizerStep:
 
     @property
     def weight(self) -> float:
-        """The factor of the current micro-batch's mean loss: its samples / the step's samples * the ranks.
+        """The factor of the current micro-batch's mean loss: its samples / the step's samples * the number of ranks.
 
         Raises:
             InputError: No micro-batch was drawn yet.
@@ -241,8 +241,8 @@ class OptimizerStep:
         their memory. With ``on_oom="raise"`` the block does nothing.
 
         Raises:
-            OutOfMemoryError: The micro-batch is too small to be cut. Or reentrant checkpointing hides which gradients
-                are complete. This is torch's error.
+            OutOfMemoryError: torch's error, if the micro-batch is too small to be cut, or if the model uses reentrant
+                checkpointing, which hides the gradients that are complete.
         """
         if self.cuts is None:
             yield

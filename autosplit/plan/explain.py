@@ -1,7 +1,7 @@
 """Explain a plan from its stored numbers: its bounds, the alternatives, and the quality of its fit.
 
-A plan for simulated GPUs stores the simulated throughput of changed machines. For real devices, gains are ratios of two
-predictions of the model that was fitted to the trials.
+A plan for simulated GPUs stores the simulated throughput of hypothetical machines (more memory, faster links). For real
+devices, gains are ratios of two predictions of the model that was fitted to the trials.
 """
 
 from __future__ import annotations

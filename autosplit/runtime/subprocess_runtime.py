@@ -50,7 +50,7 @@ SLOWER_BY = 20.0
 FUTILE_DEATHS = 3
 """Maximum lost processes if no call has returned, because then the number of samples is not the cause.
 
-After as many hanging calls, also stop at the end of the time limit.
+After this many hanging calls, also stop at the end of the time limit.
 """
 
 

@@ -87,10 +87,12 @@ def recalled(key: ProfileKey, request: Request, *, measured: bool = False) -> Re
         return Recalled(notes=found.notes, unreadable=found.unreadable)
     if not found.plan.complete:
         return Recalled(
-            notes=(Note("tuned-again", "The search of the saved plan was interrupted, so it was tuned again."),)
+            notes=(
+                Note("tuned-again", "The search that made the saved plan was interrupted, so autosplit tuned again."),
+            )
         )
     if measured and not found.plan.ddp.measured:
-        text = "The DDP settings of the saved plan were predicted by one process, so they were tuned again."
+        text = "The DDP settings of the saved plan were predicted by one process, so autosplit tuned again."
         return Recalled(notes=(Note("tuned-again", text),))
     short = memory_shortfall(found.plan, request.devices, request.capacities_bytes)
     differing = differing_facts(found.plan, request.devices, request.capacities_bytes)
