@@ -163,7 +163,7 @@ def scarcity() -> str:
     Call this while an out-of-memory error is handled. By then the allocator has released all blocks that were free.
 
     Returns:
-        The facts and advice for the first affected device, or an empty text if there is none.
+        The facts and advice for the first affected device, or an empty string if there is none.
     """
     accelerator = accelerator_in_use()
     for index in range(0 if accelerator is None else accelerator.device_count()):

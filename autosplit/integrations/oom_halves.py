@@ -78,7 +78,10 @@ class CutBatches:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the last yielded micro-batch in the block, without synchronising gradients. Nested blocks do nothing."""
+        """Let the `with` block run the last yielded micro-batch without synchronising gradients.
+
+        Nested blocks do nothing.
+        """
         part, self._part = self._part, None
         if part is None:
             yield

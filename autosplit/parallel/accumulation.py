@@ -1,7 +1,7 @@
-"""Publish which micro-step of an optimizer step is running.
+"""Store the running optimizer step, so that wrappers know which micro-step is running.
 
-`plan.steps` does not get the model, so it publishes the running optimizer step here. A wrapper that keeps replicas
-reads it.
+`plan.steps` does not get the model, so it stores the running optimizer step here. A wrapper that keeps replicas reads
+this value.
 """
 
 from __future__ import annotations

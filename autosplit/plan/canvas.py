@@ -22,7 +22,7 @@ _SETTINGS: Any = {
 
 
 def check_drawing(what: str) -> None:
-    """Raise InputError if matplotlib, which the function named `what` needs, is not installed."""
+    """Raise InputError if matplotlib is not installed. `what` names the function that needs matplotlib."""
     check_installed("matplotlib.figure", what)
 
 

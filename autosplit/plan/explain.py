@@ -209,7 +209,7 @@ def relaxations(plan: PlanRecord, problem: Problem, costs: Sequence[Cost]) -> It
 
 
 def changes_of(relaxed: Iterable[Relaxed], base: float, rate: Callable[[Relaxed], float]) -> Iterator[Change]:
-    """Yield the samples/s of changed problems. A rate of 0 is left out, because no batch fits.
+    """Yield the samples/s of changed problems. A problem that no batch fits (a rate of 0) is left out.
 
     Unlimited memory on all devices is tried only if unlimited memory on a single device does not raise the rate.
     """

@@ -378,7 +378,7 @@ def _run_together(workers: Workers, asked: _Configuration) -> _Found:
 
 
 def _alone_on_rank(worker: Worker, asked: _Configuration) -> float | str:
-    """Time this rank's part of a step. Return the error text if it does not fit."""
+    """Time this rank's part of a step. Return the error message if it does not fit."""
     prober, shape = worker.prober, asked.own_shape(worker.peers.rank)
     try:
         prober.confirmed_peaks(shape)

@@ -215,7 +215,7 @@ def _bucket_bytes_and_least(worker: Worker) -> tuple[int, int]:
 
 
 def _run(worker: Worker, plan: Plan, measures: bool) -> Plan | str:
-    """Run a step of a plan. Return the plan, or the error text if memory ran out.
+    """Run a step of a plan. Return the plan, or the error message if memory ran out.
 
     If `measures` is true, the plan gets the throughput and the peaks of that step. A plan for DDP stays unchanged,
     because only parts of its step run.
