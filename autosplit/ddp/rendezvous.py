@@ -79,7 +79,7 @@ def place_here() -> Place:
     if missing and world_size > 1:
         raise InputError(
             f"{' and '.join(missing)} is not set, but WORLD_SIZE is {world_size}. Expected the address at which "
-            "rank 0 listens. Start the job with torchrun, or set it.",
+            "rank 0 listens. Start the job with torchrun, or set what is missing.",
             code="rendezvous-address-missing",
         )
     return Place(rank, world_size, _number_in("LOCAL_RANK"), _number_in("LOCAL_WORLD_SIZE"))

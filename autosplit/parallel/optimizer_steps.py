@@ -370,7 +370,8 @@ def steps(
     effective_batch_size = whole_number("effective_batch_size", effective_batch_size, minimum=1)
     if count is not None and not callable(count):
         raise InputError(
-            f"count is {count!r}. Expected a function of a batch. Pass one, or leave it out.", code="count-not-callable"
+            f"count is {count!r}. Expected a function of a batch. Pass a function, or leave count out.",
+            code="count-not-callable",
         )
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ScheduledBatchSampler):

@@ -148,7 +148,8 @@ def checked_request(
     _check_time_limit(time_limit_s)
     if storage is not None and not isinstance(storage, str):
         raise InputError(
-            f"storage is {storage!r}. Expected an Optuna URL, such as 'sqlite:///study.db'. Pass one, or leave it out.",
+            f"storage is {storage!r}. Expected an Optuna URL, such as 'sqlite:///study.db'. Pass a URL, or leave "
+            "storage out.",
             code="storage-type",
         )
     if isinstance(sampler, type) or not (sampler is None or callable(getattr(sampler, "sample_independent", None))):

@@ -108,7 +108,8 @@ def heard_by(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[
     """Yield the function that shows the progress: `progress`, a bar in a notebook, a line on a terminal, or None."""
     if progress is not None and not callable(progress):
         raise InputError(
-            f"progress is {progress!r}. Expected a function that is called with a Progress. Pass one, or leave it out.",
+            f"progress is {progress!r}. Expected a function that takes a Progress. Pass a function, or leave progress "
+            "out.",
             code="progress",
         )
     heard = progress or notebook_bar()
