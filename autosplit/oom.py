@@ -104,7 +104,7 @@ _PERHAPS_OOM = _any_of(
     r"[Uu]nable to find an engine to execute this computation",
     r"Unable to find a valid cuDNN algorithm",
     # Creating a handle needs memory, which the caching allocator may have reserved. An index out of bounds causes the
-    # same message, also after the caches are emptied.
+    # same message, even after the caches are emptied.
     r"(?:CUBLAS|HIPBLAS)_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR) when calling `(?:cublas|hipblas)(?:Lt)?Create\(",
     r"CUSOLVER_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR), when calling `cusolver\w*Create\(",
     r"CUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)\b",
@@ -137,8 +137,8 @@ def is_oom(error: BaseException, *, smaller_ran: bool = True) -> bool:
     """Return whether an exception means that a device ran out of memory.
 
     Explicit causes count too, so a `UserCodeError` around an out-of-memory error matches. An exception matches if it is
-    torch's class, a MemoryError, or a RuntimeError with a text of the tables above. After a kernel failure that left a
-    device unusable, no exception matches.
+    torch's class, a MemoryError, or a RuntimeError with a message of the tables above. After a kernel failure that left
+    a device unusable, no exception matches.
 
     Args:
         smaller_ran: Whether a smaller step of the same model ran on the device. Some messages mean either too little
@@ -163,7 +163,7 @@ def scarcity() -> str:
     Call this while an out-of-memory error is handled. By then the allocator has released all blocks that were free.
 
     Returns:
-        The facts and advice for the first affected device, or an empty text if there is none.
+        The facts and advice for the first affected device, or an empty string if there is none.
     """
     accelerator = accelerator_in_use()
     for index in range(0 if accelerator is None else accelerator.device_count()):

@@ -15,7 +15,7 @@ from fractions import Fraction
 from autosplit.errors import InputError, shown
 
 LONGEST = 4000
-"""Largest number of characters of a text that are shown. The middle of a longer text is left out."""
+"""Largest number of characters of a string that are shown. The middle of a longer string is left out."""
 
 _TAIL = 500
 _GAP = "..."
@@ -27,7 +27,7 @@ _SECRET_OPTION = re.compile(
 
 
 def printable(text: object, *, longest: int | None = LONGEST) -> str:
-    r"""Make a text safe to print: one line of printable characters.
+    r"""Make text safe to print: one line of printable characters.
 
     Control characters (C0 and C1, so no escape sequence remains), line ends, bidirectional and other invisible format
     characters, lone surrogates and unusual spaces are escaped as in Python: ``\x1b``, ``\u202e``. Rich markup is
@@ -42,7 +42,7 @@ def printable(text: object, *, longest: int | None = LONGEST) -> str:
 
 
 def shortened(text: str, longest: int) -> str:
-    """Leave out the middle of a text of more than `longest` characters. The result has `longest` characters."""
+    """Leave out the middle of a string of more than `longest` characters. The result has `longest` characters."""
     if len(text) <= longest:
         return text
     kept = max(0, longest - len(_GAP))
@@ -51,10 +51,10 @@ def shortened(text: str, longest: int) -> str:
 
 
 def listed(texts: Sequence[str], most: int, *, separator: str = ", ", last: str = " ") -> str:
-    """List the first few texts and count the rest. A single remaining text is listed, because its count is as long.
+    """List the first few strings and count the rest. A single remaining string is listed, as its count is no shorter.
 
     Args:
-        most: Number of texts to list.
+        most: Number of strings to list.
         separator: Text between two items.
         last: Text before ``and 3 more``.
     """
@@ -176,7 +176,7 @@ def rate_text(samples_per_s: float) -> str:
 
 
 def bound_text(loader_samples_per_s: float, devices_samples_per_s: float) -> str:
-    """Return a text that names the bottleneck of a run: the loader or the devices."""
+    """Return a phrase that names the bottleneck of a run: the loader or the devices."""
     return f"the {'loader limits' if loader_samples_per_s < devices_samples_per_s else 'devices limit'} training"
 
 
@@ -193,7 +193,7 @@ def visible(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape a text for HTML, in an element or a quoted attribute."""
+    """Escape text for HTML, in an element or a quoted attribute."""
     return html.escape(visible(text), quote=True)
 
 

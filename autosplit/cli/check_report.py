@@ -36,7 +36,7 @@ def _others(subjects: Sequence[str]) -> list[str]:
 
 
 def dependence_line(checks: Sequence[Check]) -> str:
-    """Return one line on the largest changes that splitting causes, or an empty text if nothing changes."""
+    """Return one line on the largest changes that splitting causes, or an empty string if nothing changes."""
     found = changed(checks)
     if not found:
         return ""

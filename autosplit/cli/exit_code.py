@@ -1,4 +1,4 @@
-"""End the process with the right exit code, also at a second Ctrl-C and under torchrun.
+"""End the process with the right exit code, even at a second Ctrl-C and under torchrun.
 
 torchrun's own exit code is always 1. This module does not import torch, which may be half imported when Ctrl-C comes.
 """

@@ -17,7 +17,7 @@ from typing import Any
 from autosplit.errors import shown
 
 Options = Mapping[str, str]
-"""Help texts by declaration."""
+"""Help text by declaration."""
 
 
 def whole(text: str) -> int:

@@ -270,7 +270,7 @@ Ctrl-C stops with the best plan so far. A second Ctrl-C stops at once."""
 
 class _Layout(RawDescriptionHelpFormatter):
     def _format_action_invocation(self, action: Any) -> str:
-        """Print ``-o, --output PATH``, also before Python 3.13."""
+        """Print ``-o, --output PATH`` before Python 3.13 too."""
         return super()._format_action_invocation(action).replace("-o PATH,", "-o,")
 
 

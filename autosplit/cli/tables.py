@@ -1,4 +1,4 @@
-"""Lay out tables, lists and short texts for the reports and tables of `cli`.
+"""Lay out tables, lists and short lines for the reports and tables of `cli`.
 
 Only this module converts bytes to GiB and seconds to ms. Everything is built from `Text`, so brackets in a name are not
 markup. Text from other programs passes `text.printable`, so it can't control the terminal.
@@ -56,7 +56,7 @@ def _cell(text: str) -> str:
 
 
 def pairs_table(rows: Iterable[tuple[str, str]], styles: Mapping[str, str] = MappingProxyType({})) -> Table:
-    """Return a table with a name and a text in each row. `styles` has the style of a text by its name."""
+    """Return a table with a name and its text in each row. `styles` has the style of the text by its name."""
     from rich.text import Text
 
     return _grid(((name, Text(_cell(text), styles[name]) if name in styles else text) for name, text in rows), 2)

@@ -52,13 +52,13 @@ def doubt_batchnorms(
             code="batchnorm-rank-without-samples",
         )
     if rank == 0 and batch_sizes[0] < max(batch_sizes):
-        said = f"{said} {batch_sizes[0]} samples of {sum(batch_sizes)}. {remedy}, or tune with the device first that "
-        warnings.warn(f"{said}takes the most samples.", BatchNormWarning, stacklevel=3)
+        said = f"{said} {batch_sizes[0]} samples of {sum(batch_sizes)}. {remedy}, or tune with the device that takes "
+        warnings.warn(f"{said}the most samples listed first.", BatchNormWarning, stacklevel=3)
 
 
 @contextmanager
 def uncounted(models: Iterable[nn.Module], *, stands_in: bool) -> Iterator[None]:
-    """Prepare the models' BatchNorms for a micro-batch of weight 0, in the block.
+    """Prepare the models' BatchNorms for the micro-batch of weight 0 that runs inside the `with` block.
 
     Args:
         stands_in: Whether the samples are another rank's, so the statistics must not count them. If False, the samples
@@ -88,7 +88,7 @@ def silence(gradient: Tensor) -> Tensor:
 
 @contextmanager
 def silenced(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Make the parameters' gradients 0 in every backward in the block, even if the loss is NaN (0/0 without labels).
+    """Make the gradients 0 in every backward inside the `with` block, even if the loss is NaN (0/0 without labels).
 
     With SyncBatchNorms only NaN and infinities become 0, see `silence`.
     """

@@ -389,7 +389,7 @@ def _taken_apart(parts: Mapping[str, Any]) -> dict[str, Any]:
         name = _name_of(place)
         if name in apart:
             raise CheckpointError(
-                f"Two tensors have the name {name!r}. Expected different names. Rename a key that leads to it",
+                f"Two tensors have the name {name!r}. Expected different names. Rename one of the two keys",
                 code="checkpoint-name-twice",
             )
         apart[name] = tensor.detach()

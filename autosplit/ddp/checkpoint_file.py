@@ -157,7 +157,7 @@ def content_id(path: Path) -> str | None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what went wrong on one line."""
+    """Return a one-line description of what went wrong."""
     return str(error) if isinstance(error, AutosplitError) else one_line(error)
 
 

@@ -140,7 +140,7 @@ class Context(CheckpointMethods):
             optimizer = torch.optim.AdamW(model.parameters())  # after shard(), which replaces the parameters
 
         The model is changed in place, permanently: its modules get other classes, and its parameters become DTensors.
-        `save_checkpoint` writes the state of a plain model. Every rank must run every forward, also in evaluation. A
+        `save_checkpoint` writes the state of a plain model. Every rank must run every forward, even in evaluation. A
         rank without samples runs the loss with weight 0, so the loss must be finite even if no label counts.
 
         Buffers are not synchronised after this call. Each rank computes BatchNorm statistics from its own samples, and

@@ -73,7 +73,7 @@ def _usable_by(world_size: int | None) -> list[tuple[Plan, Path]]:
 
 
 def hint_for_size(parameters: int, world_size: int) -> str:
-    """Return a sentence with the newest saved plan for a model of this size, or an empty text."""
+    """Return a sentence with the newest saved plan for a model of this size, or an empty string."""
     for plan, path in _usable_by(world_size):
         if plan.workload.get("parameters") == parameters:
             key = path.stem[:KEY_DIGITS]

@@ -95,7 +95,7 @@ def refuse_options(options: Iterable[str], call: Callable[..., Any], not_taken: 
     if unknown:
         raise InputError(
             f"{call.__name__} of torch {torch.__version__} has no option {', '.join(unknown)}. Expected one of: "
-            f"{', '.join(known)}. Leave it out.",
+            f"{', '.join(known)}. Leave unknown options out.",
             code="fsdp-option-unknown",
         )
 
@@ -122,7 +122,7 @@ def is_shard(value: object) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether a module is sharded, also while its parameters are gathered for a forward."""
+    """Return whether a module is sharded, even while its parameters are gathered for a forward."""
     return any(map(_holds_shards, model.modules()))
 
 
@@ -130,7 +130,7 @@ def whole(shared: Tensor, *, keep: bool) -> Tensor | None:
     """Gather a sharded tensor. All ranks must call this in the same order.
 
     Args:
-        keep: Whether to return the whole tensor, in CPU memory, or None.
+        keep: If true, return the whole tensor in CPU memory. Otherwise return None.
     """
     mesh_type = cast("DTensor", shared).device_mesh.device_type
     tensor = shared.detach()

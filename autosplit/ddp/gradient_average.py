@@ -39,7 +39,7 @@ def refuse_meeting(wrapped: DistributedDataParallel) -> None:
 
 @contextmanager
 def apart(wrapped: DistributedDataParallel) -> Iterator[None]:
-    """Disable DDP's synchronisation of gradients and buffers in the block."""
+    """Disable DDP's synchronisation of gradients and buffers inside the `with` block."""
     before = wrapped.require_backward_grad_sync
     wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = False
     try:

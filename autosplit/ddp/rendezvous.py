@@ -79,7 +79,7 @@ def place_here() -> Place:
     if missing and world_size > 1:
         raise InputError(
             f"{' and '.join(missing)} is not set, but WORLD_SIZE is {world_size}. Expected the address at which "
-            "rank 0 listens. Start the job with torchrun, or set it.",
+            "rank 0 listens. Start the job with torchrun, or set what is missing.",
             code="rendezvous-address-missing",
         )
     return Place(rank, world_size, _number_in("LOCAL_RANK"), _number_in("LOCAL_WORLD_SIZE"))
@@ -112,7 +112,10 @@ def _place_in_slurm() -> Place:
 
 
 def _tasks_of_node() -> int | None:
-    """Return the number of the step's processes on this node, or None. Slurm writes 4, 4 and 3 as "4(x2),3"."""
+    """Return how many processes of the Slurm job step run on this node, or None if that is unknown.
+
+    Slurm writes 4, 4 and 3 processes as "4(x2),3".
+    """
     name = next((name for name in _TASKS_PER_NODE if os.environ.get(name)), None)
     if name is None:
         return None

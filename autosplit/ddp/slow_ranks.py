@@ -109,7 +109,7 @@ class SlowRanks(StepListener):
         self._times: list[tuple[float, float, float]] = []
 
     def begin_loop(self) -> None:
-        """Leave out the next step, because workers and kernels start in it."""
+        """Do not measure the next step, because loader workers start and kernels are loaded during it."""
         self._is_first = True
 
     # Measure. See Note [Own time]
@@ -252,7 +252,7 @@ class SlowRanks(StepListener):
 
 
 def _accepts(sampler: ScheduledBatchSampler, plan: Plan) -> bool:
-    """Switch the sampler to a plan's split. Return False if BatchNorms can't train on the epoch's last forward then."""
+    """Switch the sampler to a plan's split. Return False if BatchNorms then can't train on the epoch's last forward."""
     before, split = sampler.rank_slice, tuple(rank.batch_size for rank in plan.ddp.ranks)
     sampler.follow(RankSlice(before.rank, split))
     try:

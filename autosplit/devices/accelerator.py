@@ -180,7 +180,7 @@ def why_unsupported(cuda: Any, index: int) -> str | None:
 
 
 def _missing_arch(capability: tuple[int, int], built_for: Sequence[str]) -> str | None:
-    """Return an error text if torch was not built for a compute capability, or None.
+    """Return an error message if torch was not built for a compute capability, or None.
 
     Machine code (``sm_86``) runs on the same major version from its minor version upwards. With the suffix ``a``, it
     runs only on that exact version. PTX (``compute_90``) is compiled for any newer version. An empty list or a list

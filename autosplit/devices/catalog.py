@@ -162,7 +162,7 @@ class GpuSpec:
 
 
 def unmeasured_rates(specs: Iterable[GpuSpec]) -> str:
-    """Return a warning about GPUs that are predicted with the kernels of other GPUs, or an empty text."""
+    """Return a warning about GPUs that are predicted with the kernels of other GPUs, or an empty string."""
     found = {spec.name: spec for spec in specs}.values()
     others = ", ".join(f"{spec.name} ({spec.sustained_on})" for spec in found if spec.sustained_on)
     foreign = ", ".join(spec.name for spec in found if spec.compute_capability is None)
@@ -271,7 +271,7 @@ def catalog_names_near(name: str) -> tuple[str, ...]:
 
 
 def mentions_card(text: str) -> bool:
-    """Return whether a text contains the name of a GPU, in any spelling."""
+    """Return whether a string contains the name of a GPU, in any spelling."""
     return any(_normal(name) in _normal(text) for name in gpu_catalog())
 
 

@@ -19,7 +19,7 @@ stops without an out-of-memory error (github.com/NVIDIA/open-gpu-kernel-modules,
 FILLED_SHARE = 0.5
 """Approximate fraction of capacity that steps fill to find a ceiling on a GPU that uses the host's memory.
 
-On emulated devices with 51 and 160 MiB, no step of seven searches ran out of memory, and every ceiling ran, also with
+On emulated devices with 51 and 160 MiB, no step of seven searches ran out of memory, and every ceiling ran, even with
 3% more samples. With 75%, two steps ran out of memory, because the allocator reserved more than they used.
 """
 

@@ -25,7 +25,7 @@ def mig_count(names: Iterable[str]) -> int:
 
 
 def started_nvml() -> tuple[Any, str]:
-    """Return NVML's started module and an empty text, or None and the reason. Tests replace it with fakes."""
+    """Return NVML's started module and an empty string, or None and the reason. Tests replace it with fakes."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:

@@ -51,7 +51,7 @@ class SharedResult:
 
 
 def shared_result(found: Examination) -> SharedResult:
-    """Return the shareable results of an examination: without remarks, error texts and data of other processes."""
+    """Return the shareable results of an examination: without remarks, error messages and data of other processes."""
     collective = None if found.collective is None else replace(found.collective, failure=None, cure="")
     return SharedResult(
         schema_version=SCHEMA_VERSION,

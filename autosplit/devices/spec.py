@@ -249,7 +249,7 @@ def sim_item(item: str, spec: str) -> tuple[int, Device]:
             "'@' can only lower the memory. Write a smaller size, or choose a larger GPU.",
             code="sim-memory",
         )
-    # int() rejects very long texts. A text with more digits than the limit is above it anyway.
+    # int() rejects very long strings. A number with more digits than the limit is above the limit anyway.
     count = int(count_text) if len(count_text.lstrip("0")) <= len(str(MAX_DEVICES)) else MAX_DEVICES + 1
     return count, Device("sim", 0, gpu.name, capacity_bytes, budgeted=True, spec=gpu)
 

@@ -235,7 +235,7 @@ def check_options(cluster: Cluster, options: Mapping[str, Any]) -> None:
         if value is not None and (refused or (name, value) == ("strategy", "balanced")):
             raise InputError(
                 f"{name} is {shown(value)}, but {cluster.spec} is a cluster. Clusters train with DDP, one precision "
-                "and one effective batch size. Leave it out, or compare without clusters.",
+                "and one effective batch size. Leave that option out, or compare without clusters.",
                 code="cluster-option",
             )
 

@@ -75,7 +75,8 @@ class ComparedMachine:
     Attributes:
         devices: The device spec that the user passed.
         plan: None if the workload does not fit, and for a cluster.
-        predicted: Whether samples/s are predicted instead of measured: the GPUs are simulated, or DDP was solved.
+        predicted: Whether samples/s are predicted instead of measured: the GPUs are simulated, or the DDP plan was
+            computed and not run.
         price_per_hour: In the user's currency.
         cluster: The predictions for a cluster. None for other machines.
     """
@@ -228,7 +229,7 @@ class ComparisonInterrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class AskedMachine:
-    """A machine to compare. Its `name` is the spec, or the devices' labels if the spec is not a text.
+    """A machine to compare. Its `name` is the spec, or the devices' labels if the spec is not a string.
 
     For a cluster, `spec` is a `Cluster`, and `devices` has one device of each kind.
     """

@@ -162,7 +162,7 @@ th,td{{border:1px solid #bbb;padding:.3em .6em;text-align:left}}</style></head>
 
 
 def as_html(models: Iterable[ComparedModel]) -> str:
-    """Return the table as one HTML page without scripts. All texts are escaped."""
+    """Return the table as one HTML page without scripts. All text is escaped."""
     models = list(models)
 
     def row(cells: Iterable[str], tag: str) -> str:

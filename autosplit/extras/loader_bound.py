@@ -33,7 +33,7 @@ def fit_to_loader(plan: Plan, loader: DataLoader[Any] | MeasuredLoader) -> Plan:
         loader: The DataLoader (each rank's own), or the result of `measure_loader` for it.
 
     Raises:
-        InputError: The speed of the loader can't be measured, or the job does not have as many ranks as the plan.
+        InputError: The speed of the loader can't be measured, or the job and the plan differ in the number of ranks.
         RankFailedError: The measurement failed on another rank.
     """
 

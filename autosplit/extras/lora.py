@@ -135,6 +135,6 @@ def peft_library() -> Any:
     except Exception as error:  # If transformers has another version, peft's own imports raise several kinds of errors.
         raise WorkloadError(
             f"peft can't be imported ({one_line(error)}). lora= needs it to add the adapters. "
-            'Install it: pip install "autosplit[peft]"',
+            "Install it: pip install peft",
             code="package-missing",
         ) from error

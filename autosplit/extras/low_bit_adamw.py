@@ -43,7 +43,7 @@ def named_optimizer(name: str) -> Callable[[Iterable[Any]], torch.optim.Optimize
 class LowBitAdamW(torch.optim.Optimizer):
     """AdamW with states of 8 or 32 bits. Its update is one op per parameter and makes no temporary tensors.
 
-    Use it for plans only. Its rounding differs from bitsandbytes, which has a nonlinear code.
+    Use it for plans only. Its rounding differs from bitsandbytes, which quantises with a nonlinear code book.
 
     Args:
         bits: 8 or 32, the bits of each of the two states.

@@ -107,7 +107,7 @@ def _chart(name: str, title: str, text: str, height: int | Spec, *layers: Spec) 
 
 
 def _visible(value: Any) -> Any:
-    """Replace invisible characters in all texts of a chart, because device names may come from the user."""
+    """Replace invisible characters in all strings of a chart, because device names may come from the user."""
     if isinstance(value, dict):
         return {name: _visible(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):

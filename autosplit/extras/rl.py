@@ -67,7 +67,7 @@ def token_budgets(
     """Find the micro-batches of the training pass and of the log-probability pass on one GPU.
 
     For equal GPUs, one call is enough. For different GPUs, call it for each GPU and pass the trainer the smallest
-    number. A batch of shorter sequences with as many tokens needs no more memory, because only attention grows faster
+    number. Shorter sequences with the same number of tokens need no more memory, because only attention grows faster
     than the number of tokens.
 
     Args:

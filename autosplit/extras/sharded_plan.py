@@ -352,8 +352,8 @@ class _Variant:
 def unequal_ceilings(problem: Problem, shard_bytes: int) -> list[int]:
     """Return the ranks' ceilings if a rank with free memory holds a part of the other ranks' shards.
 
-    All ranks together must have memory for their samples and for all shards. Find the longest time such that each rank
-    has the most samples that it can train within this time.
+    All ranks together must have memory for their samples and for all shards. Find the longest step time for which the
+    memory suffices, if each rank takes all samples that it can train in that time.
 
     Args:
         problem: The problem of the ranks with equal shards.

@@ -1,4 +1,4 @@
-"""Tune DDP for a model that FSDP2 shards, also if the whole model fits no device.
+"""Tune DDP for a model that FSDP2 shards, even if the whole model fits no device.
 
 tune(strategy="ddp") on the devices                 ->  a plan with whole models, from real steps
     does not fit: tune for simulated devices of the     a plan with whole models, from the catalogue's kernel times
@@ -209,9 +209,9 @@ def _gaps(plan: Plan, devices: Sequence[Device]) -> float:
 def _whole_plan(
     tuned: Callable[..., Plan], devices: Sequence[Device], state: tuple[int, int], reserve: str | float | None
 ) -> tuple[Plan, Sequence[Device]]:
-    """Return a plan for ranks with whole models, and the devices that ran it.
+    """Return a plan for unsharded ranks, and the devices it was measured on.
 
-    If the model does not fit, simulated devices with more memory run it.
+    If the model does not fit, use simulated devices with more memory.
 
     Args:
         state: Bytes of all parameters, and of their gradients.
@@ -287,7 +287,7 @@ def _simulated(name: str, index: int, capacity_bytes: int) -> Device:
 
 
 def _like(index: int, planned: PlanDevice) -> Device:
-    """Return a device that traces can run for, instead of a plan's device, which need not be here."""
+    """Return a stand-in for a plan's device, for tracing. The real device may be absent."""
     if planned.kind == "cpu":
         return Device("cpu", index, planned.name, planned.memory_bytes, budgeted=True)
     return _simulated(planned.name, index, planned.memory_bytes)

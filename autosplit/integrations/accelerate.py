@@ -447,7 +447,7 @@ def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
     if not plugin.sync_with_dataloader:
         raise InputError(
             "The gradient_accumulation_plugin has sync_with_dataloader=False. Expected True, because the last "
-            "optimizer step of an epoch ends with the epoch. Leave it out.",
+            "optimizer step of an epoch ends with the epoch. Leave that setting out.",
             code="accelerate-sync-with-dataloader",
         )
     launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")  # by `accelerate launch`

@@ -43,7 +43,7 @@ class RunNorms:
     def recorded(
         self, loss: torch.Tensor, weight: float, total: float, scaler: Any, models: Iterable[nn.Module]
     ) -> AbstractContextManager[None]:
-        """Record the norm of a micro-batch's gradient. Run the backward in the block.
+        """Record the norm of a micro-batch's gradient. Run the backward inside the `with` block.
 
         Args:
             loss: The tensor on which the backward is called, or an earlier tensor of its graph.

@@ -87,7 +87,7 @@ class SharesLoader:
         return len(self.batch_sampler)
 
     def weigh_by(self, finding: Finding) -> None:
-        """Weight micro-batches according to a finding."""
+        """Weight the micro-batches by the rule in `finding`."""
         self._sums = finding.rule == SUM
         self._count = None if finding.rule in (SUM, "samples") else finding.counts
 

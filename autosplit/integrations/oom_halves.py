@@ -67,7 +67,7 @@ class CutBatches:
                     raise InputError(
                         "on_oom is 'cut', and a batch was drawn before the previous batch had run. Draw each batch "
                         "only when it runs. If a batch does not fit, autosplit draws it again in parts. Write "
-                        "`with accelerator.accumulate(model):` around each.",
+                        "`with accelerator.accumulate(model):` around each batch.",
                         code="batch-drawn-before-run",
                     )
                 if attempt.has_failed:
@@ -78,7 +78,10 @@ class CutBatches:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the last yielded micro-batch in the block, without synchronising gradients. Nested blocks do nothing."""
+        """Let the `with` block run the last yielded micro-batch without synchronising gradients.
+
+        Nested blocks do nothing.
+        """
         part, self._part = self._part, None
         if part is None:
             yield

@@ -227,7 +227,7 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
         return share_of(given if isinstance(given, Plan) else Plan.load(given), place)
     if profile is not None:
         raise InputError(
-            f"plan is {profile!r}. Expected a plan or a plan file. Leave it out to use the saved plan.",
+            f"plan is {profile!r}. Expected a plan or a plan file. Leave plan out to use the saved plan.",
             code="plan-argument",
         )
     if parameters is None:

@@ -1,7 +1,7 @@
-"""Publish which micro-step of an optimizer step is running.
+"""Store the running optimizer step, so that wrappers know which micro-step is running.
 
-`plan.steps` does not get the model, so it publishes the running optimizer step here. A wrapper that keeps replicas
-reads it.
+`plan.steps` does not get the model, so it stores the running optimizer step here. A wrapper that keeps replicas reads
+this value.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Accumulation:
 
     @contextmanager
     def running(self, *, is_last: bool) -> Iterator[None]:
-        """Publish this optimizer step in the block."""
+        """Make this the current optimizer step inside the `with` block, so that wrappers can read it."""
         self.is_last = is_last
         _running.set((*_running.get(), self))
         try:
             yield
         finally:
-            # Remove only this step. Resetting to the old value, also with a token, would fail if two interleaved loops
+            # Remove only this step. Resetting to the old value, even with a token, would fail if two interleaved loops
             # do not end in reverse order, or if a generator starts in one context and is closed in another.
             _running.set(tuple(other for other in _running.get() if other is not self))
 

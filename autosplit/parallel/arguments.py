@@ -106,7 +106,7 @@ def output_device_from(given: int | str | torch.device | None, first: torch.devi
     if place.type != first.type:
         raise DeviceError(
             f"output_device is {given!r}. Expected the same device type as {first}, because the loss is computed "
-            "there. Leave it out, and call .cpu() on the output.",
+            "there. Leave output_device out, and call .cpu() on the output.",
             code="output-device",
         )
     return place

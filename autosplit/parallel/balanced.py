@@ -263,7 +263,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             optimizer.step()
 
         As with DDP, run both forward and backward inside. `torch.autograd.grad` of parameters returns the gradient
-        of the whole batch, also with ``create_graph=True``. A backward with ``create_graph=True`` raises InputError.
+        of the whole batch, even with ``create_graph=True``. A backward with ``create_graph=True`` raises InputError.
         `optimizer.zero_grad()` also clears the gradients on other devices. While other devices have gradients, clipping
         or scaling a gradient and `optimizer.step()` raise InputError. Within `plan.budgets()`, clipping by operations
         on lists of tensors is not detected, because torch counts no versions there.
@@ -287,7 +287,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             self._kept.bring_home()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, also on other devices.
+        """Clear the gradients on all devices.
 
         Args:
             set_to_none: Whether to set gradients to None instead of zeros.

@@ -7,10 +7,10 @@ Two devices ran 2 samples each:
     tensor of shape (2, 5)                       (4, 5)
     scalar tensor, Python float (a loss)         one scalar, weighted by `reduce`
     integer (a count)                            the sum
-    list of 2 texts, numbers or dicts            a list of 4
+    list of 2 strings, numbers or dicts          a list of 4
     (logits, hidden), each of shape (2, 5)       (logits, hidden), each of shape (4, 5)
     dict, dataclass, list of other length        the same container, its items joined
-    None, texts, flags outside lists             the same value, if all devices return it
+    None, strings, flags outside lists           the same value, if all devices return it
     tensor of shape (6, 5)                       (12, 5) if each sample has 3 tokens, such as a router's logits
     another tensor                               WorkloadError: it has neither rows for its samples nor one value
 
@@ -392,7 +392,7 @@ def _batch_first(tensors: list[Tensor], shares: tuple[int, ...], dim: int) -> st
 
 
 def _cannot_join(what: str, values: list[Any], place: str = "") -> WorkloadError:
-    shown = " ".join(f"{values}"[:200].split())  # join the lines of arrays and texts
+    shown = " ".join(f"{values}"[:200].split())  # join the lines of arrays and strings
     return WorkloadError(
         f"The replicas' outputs{place} have different {what}: {shown}. Expected the same on each. Return per-sample "
         "tensors of one shape, or combine them inside the module.",

@@ -93,8 +93,8 @@ def weights_of(
     if reduce is None:
         return [1.0] if len(chunks) == 1 else _by_samples_with_doubts(module, chunks, sizes)
     labels = (_labels_in(kwargs, reduce) for _, kwargs in chunks)
-    # Keep tensors, because `.item()` would wait for the device, and fails on fake tensors. Use double precision, as a
-    # loss may have it.
+    # Keep tensors, because `.item()` would wait for the device, and fails on fake tensors. Use float64, because the
+    # loss may be float64.
     return _shares([(one != IGNORED_LABEL).sum().double() for one in labels], sizes)
 
 

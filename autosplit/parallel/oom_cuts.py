@@ -197,7 +197,7 @@ class Attempt:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the part in the block. Catch out-of-memory errors if smaller parts can help."""
+        """Run the part inside the `with` block. Catch out-of-memory errors if smaller parts can help."""
         try:
             with _left_out(self.part.added):
                 yield

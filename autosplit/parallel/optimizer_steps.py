@@ -115,7 +115,7 @@ class OptimizerStep:
 
     @property
     def weight(self) -> float:
-        """The factor of the current micro-batch's mean loss: its samples / the step's samples * the ranks.
+        """The factor of the current micro-batch's mean loss: its samples / the step's samples * the number of ranks.
 
         Raises:
             InputError: No micro-batch was drawn yet.
@@ -241,8 +241,8 @@ class OptimizerStep:
         their memory. With ``on_oom="raise"`` the block does nothing.
 
         Raises:
-            OutOfMemoryError: The micro-batch is too small to be cut. Or reentrant checkpointing hides which gradients
-                are complete. This is torch's error.
+            OutOfMemoryError: torch's error, if the micro-batch is too small to be cut, or if the model uses reentrant
+                checkpointing, which hides the gradients that are complete.
         """
         if self.cuts is None:
             yield
@@ -370,7 +370,8 @@ def steps(
     effective_batch_size = whole_number("effective_batch_size", effective_batch_size, minimum=1)
     if count is not None and not callable(count):
         raise InputError(
-            f"count is {count!r}. Expected a function of a batch. Pass one, or leave it out.", code="count-not-callable"
+            f"count is {count!r}. Expected a function of a batch. Pass a function, or leave count out.",
+            code="count-not-callable",
         )
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ScheduledBatchSampler):

@@ -195,7 +195,7 @@ def loader_around(
     if taken:
         raise InputError(
             f"{taken[0]}={options[taken[0]]!r} was passed to loader(). Expected none, because the plan makes the "
-            "batches. Leave it out. To train with a different batch size, tune with effective_batch_size=.",
+            "batches. Leave that argument out. To train with a different batch size, tune with effective_batch_size=.",
             code="loader-batches-given",
         )
     parts = LoaderParts(data, False, False, {})

@@ -130,7 +130,7 @@ def _search(plan: PlanRecord, ranks: _Ranks) -> EvenProblem:
 
 
 def _lost(plan: PlanRecord, ranks: _Ranks, search: EvenProblem, even: EvenRanks) -> tuple[float, str]:
-    """Compare equal batch sizes with the plan's fastest option. Return the lost fraction of samples/s, and a text."""
+    """Compare equal batch sizes with the plan's fastest option. Return the lost fraction of samples/s, and a note."""
     several, sizes = len(plan.devices) > 1, tuple_text(ranks.sizes)
     problem = problem_with(plan, search.problem.fit, ranks.ceilings, None)
     rate = problem.rate(ranks.sizes, ranks.effective_batch_size)

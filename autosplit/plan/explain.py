@@ -1,7 +1,7 @@
 """Explain a plan from its stored numbers: its bounds, the alternatives, and the quality of its fit.
 
-A plan for simulated GPUs stores the simulated throughput of changed machines. For real devices, gains are ratios of two
-predictions of the model that was fitted to the trials.
+A plan for simulated GPUs stores the simulated throughput of hypothetical machines (more memory, faster links). For real
+devices, gains are ratios of two predictions of the model that was fitted to the trials.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def relaxations(plan: PlanRecord, problem: Problem, costs: Sequence[Cost]) -> It
 
 
 def changes_of(relaxed: Iterable[Relaxed], base: float, rate: Callable[[Relaxed], float]) -> Iterator[Change]:
-    """Yield the samples/s of changed problems. A rate of 0 is left out, because no batch fits.
+    """Yield the samples/s of changed problems. A problem that no batch fits (a rate of 0) is left out.
 
     Unlimited memory on all devices is tried only if unlimited memory on a single device does not raise the rate.
     """

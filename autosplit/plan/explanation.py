@@ -68,7 +68,7 @@ class TunedWay:
     """The result of one of several training options.
 
     Attributes:
-        name: The precision or the checkpointed layers, as a text.
+        name: The precision or the checkpointed layers, as a string.
         batch_size: Samples per forward of the option's plan.
         samples_per_s: Throughput of the option's plan.
     """
@@ -259,7 +259,7 @@ class Explanation:
         return (f"Not memory-bound. The plan {faster}", *limits)
 
     def sentences(self) -> dict[str, str]:
-        """Return the texts of the explanation by subject. Subjects without a text are left out."""
+        """Return the explanation's sentences by subject. Subjects without a sentence are left out."""
         known = "simulated" if self.simulated else "measured"
         reasons, loader = self.reasons(), self._loader_text()
         texts = {

@@ -163,7 +163,7 @@ def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
         **({"DistributedDataParallelKwargs": plan.ddp.options.keywords()} if several else {}),
         "DataLoader": {"batch_size": even.batch_size},
     }
-    # accelerate's launcher needs MPI for several processes on CPUs. It also needs as many processes on each machine.
+    # accelerate's launcher needs MPI for several processes on CPUs, and the same number of processes on each machine.
     by_torchrun = start.several or (on_cpu and several)
     command = start.by_torchrun() if by_torchrun else _accelerate_launch(plan, start, precision)
     settings["command"] = command
@@ -357,7 +357,7 @@ _USES = {
 
 
 def _script(found: Export, settings: Mapping[str, Any], start: _Start | None) -> Export:
-    """Add settings and a text to an export. The text has the notes, the calls that make the settings, and the command.
+    """Add settings and text to an export. The text has the notes, the calls that make the settings, and the command.
 
     Args:
         found: The export without settings.

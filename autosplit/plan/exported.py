@@ -1,4 +1,4 @@
-"""Store the settings of another tool, as values and as a text to paste."""
+"""Store settings for another tool, as values and as text to paste."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class MeasuredStep:
 
     @property
     def faster_with(self) -> str:
-        """The bounds as a text. Empty if they are unknown."""
+        """The bounds in words. Empty if they are unknown."""
         return ", ".join(map(time_text, self.bound_by))
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ def checked_split(split: int | Sequence[int], labels: Sequence[str]) -> tuple[in
 
 
 def bounds_of(step_s: float, samples: int, without: Iterable[Without]) -> tuple[Bound, ...]:
-    """Convert a step's times on changed machines into bounds, the largest gain first."""
+    """Convert a step's times on hypothetical machines into bounds, the largest gain first."""
     gains = [Bound(what, device, samples / seconds, step_s / seconds) for what, device, seconds in without if seconds]
     return tuple(sorted((bound for bound in gains if bound.gain > 1 + BINDING_SHARE), key=lambda bound: -bound.gain))
 

@@ -41,7 +41,7 @@ def refuse_wrapped(model: Any) -> None:
 def warn_of_other_model(
     plan: PlanRecord, model: Any, *, stacklevel: int, hint: Callable[[int], str] = lambda _: ""
 ) -> None:
-    """Warn if a model does not have as many parameters as the plan's model.
+    """Warn if a model and the plan's model have different numbers of parameters.
 
     Args:
         stacklevel: Stack level of the warning, counted from the caller.

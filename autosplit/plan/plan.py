@@ -219,7 +219,7 @@ class Plan(PlanRecord):
             PlanError: The model lacks a layer that the plan checkpoints.
 
         Warns:
-            OtherModelWarning: The model does not have as many parameters as the plan's model.
+            OtherModelWarning: The model and the plan's model have different numbers of parameters.
         """
         from autosplit.parallel.balanced import BalancedDataParallel
         from autosplit.parallel.checkpointed import checkpoint_layers

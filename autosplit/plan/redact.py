@@ -1,6 +1,6 @@
 """Redact a plan for sharing: keep its numbers, and remove everything that identifies its owner or machine.
 
-Reports and `show --json` end up in chats and issues. So they omit UUIDs of GPUs, and texts that may contain paths,
+Reports and `show --json` end up in chats and issues. So they omit UUIDs of GPUs, and text that may contain paths,
 processes, hosts or URLs (notes, and errors of failed trials). The saved plan keeps all of this.
 """
 
@@ -18,7 +18,7 @@ FAILED = "failed (the saved plan has the reason)"
 
 
 def shareable(plan: P) -> P:
-    """Return the plan without UUIDs and texts that identify its owner or machine."""
+    """Return the plan without UUIDs and text that identify its owner or machine."""
 
     def quiet(ceiling: Ceiling) -> Ceiling:
         return replace(ceiling, notes=())

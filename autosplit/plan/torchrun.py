@@ -149,6 +149,6 @@ def _refuse_other_count(plan: PlanRecord, options: Mapping[str, str]) -> None:
     if int(given) != len(plan.ddp.ranks):
         raise PlanError(
             f"the plan has {len(plan.ddp.ranks)} ranks, but --nproc-per-node is {given}. Leave the option out, or tune "
-            "for as many devices.",
+            "for that many devices.",
             code="world-size",
         )

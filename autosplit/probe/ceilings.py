@@ -241,7 +241,7 @@ def _by_steps(traces: _Traces, role: Role, start: int, most: int) -> tuple[WallS
         least,
         most,
         start=max(start, least),
-        # A trace with real tensors has already shown that a size runs, so no smaller step is needed first.
+        # A trace with real tensors has already shown that a size runs, so no smaller step is needed.
         known=(equal if place != index else 0) or (start if counted and not prober.tracer.fake else 0),
         counted=counted,
     )

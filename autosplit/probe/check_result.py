@@ -67,7 +67,7 @@ _COUNT = re.compile(
 
 
 def is_count_expression(text: str) -> bool:
-    """Return whether a text is a Python expression that the gradient check could have written to count a `batch`.
+    """Return whether a string is a Python expression that the gradient check could have written to count a `batch`.
 
     A plan from a file is untrusted, and its count is printed as code to paste.
     """

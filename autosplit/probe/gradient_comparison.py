@@ -234,7 +234,7 @@ class Comparison:
             if self._mends(position, whole):
                 return (
                     f"{place} of shape {tuple(leaf.shape)} holds no samples, but autosplit splits it, because it "
-                    "has as many rows as the batch. Pass autosplit.Whole(tensor), also when you call the model."
+                    "has as many rows as the batch. Pass autosplit.Whole(tensor), in training too."
                 )
         return ""
 

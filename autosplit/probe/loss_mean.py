@@ -136,7 +136,7 @@ class Samples:
         drawn = [dataset[index * len(dataset) // number] for index in range(number)]
 
         def collated(indices: Sequence[int]) -> Any:
-            return collate([copy.copy(drawn[index]) for index in indices])  # some collators take parts out
+            return collate([copy.copy(drawn[index]) for index in indices])  # some collators pop items
 
         batch = collated(range(number))
         if all(isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (number,) for leaf in leaves_of(batch)):

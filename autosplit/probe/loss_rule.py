@@ -19,7 +19,7 @@ class Rule:
     """The unit over which a loss averages.
 
     Attributes:
-        over: The unit, as a text.
+        over: The unit in words.
         reduction: The `loss_reduction` that makes accumulation exact. None if neither does.
         count: A Python expression that counts the unit in a `batch`, for `plan.steps`. None if the unit is unknown.
     """
@@ -109,7 +109,7 @@ def _with_fewer_labels(batch: Any) -> dict[str, Any] | None:
 def _countable(copy: QuietCopy) -> Iterator[tuple[str, str, tuple[float, float]]]:
     """Yield the labels of the loss's cross entropies, then all labels and masks of the batch, the last tensor first.
 
-    Each item has a text, a Python expression that counts it in `batch`, and its counts in the two micro-batches.
+    Each item has a description, a Python expression that counts it in `batch`, and its counts in the two micro-batches.
     """
     first, second = copy.micro_batches
     leaves = [*named_leaves(first, "batch")]

@@ -148,13 +148,14 @@ def checked_request(
     _check_time_limit(time_limit_s)
     if storage is not None and not isinstance(storage, str):
         raise InputError(
-            f"storage is {storage!r}. Expected an Optuna URL, such as 'sqlite:///study.db'. Pass one, or leave it out.",
+            f"storage is {storage!r}. Expected an Optuna URL, such as 'sqlite:///study.db'. Pass a URL, or leave "
+            "storage out.",
             code="storage-type",
         )
     if isinstance(sampler, type) or not (sampler is None or callable(getattr(sampler, "sample_independent", None))):
         raise InputError(
-            f"sampler is {shown(sampler)}. Expected one of Optuna's, such as optuna.samplers.RandomSampler(seed=0). "
-            "Pass one, or leave it out.",
+            f"sampler is {shown(sampler)}. Expected an Optuna sampler, such as optuna.samplers.RandomSampler(seed=0). "
+            "Pass one, or leave sampler out.",
             code="sampler-type",
         )
     _check_name(name)
@@ -228,7 +229,7 @@ def _check_name(name: object) -> None:
 
 
 def _whole_text(text: str) -> Any:
-    """Return a text as a whole number. Return any other text unchanged, so that the next check can report it."""
+    """Convert a string of digits to a number. Return any other string unchanged, so that the next check reports it."""
     digits = text.strip()
     return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= 18 else text
 

@@ -317,7 +317,7 @@ def _settle_in() -> None:
 
         def end_with_parent() -> None:
             wait([parent.sentinel])
-            os._exit(1)  # immediately, also during a step that hangs
+            os._exit(1)  # immediately, even during a step that hangs
 
         threading.Thread(target=end_with_parent, daemon=True).start()
 

@@ -116,7 +116,7 @@ def _as_lower(value: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Disable the CPU's autocast in the block. CUDA's autocast is also disabled while it runs a listed operator."""
+    """Disable the CPU's autocast inside the `with` block, as CUDA's autocast is off while it runs a listed operator."""
     enabled = torch.is_autocast_enabled("cpu")
     torch.set_autocast_enabled("cpu", False)
     try:

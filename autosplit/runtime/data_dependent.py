@@ -28,7 +28,7 @@ _ARITHMETIC_READERS = ("torch.optim.", "transformers.optimization")
 """Modules of optimizers that read values only to compute with them."""
 
 _MISSING = (".numpy() is not supported", "its data is not allocated yet")
-"""Texts of torch's other errors about values that a fake tensor lacks."""
+"""Messages of torch's other errors about values that a fake tensor lacks."""
 
 _MASKS = (torch.bool, torch.uint8)
 _READS = aten_ops("_local_scalar_dense item equal allclose is_nonzero")

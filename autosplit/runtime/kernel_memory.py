@@ -173,7 +173,7 @@ def _efficient_backward(args: Sequence[Any], _outputs: Any, kernels: GpuKernels)
         per_head += tile.keys * (_up(width, tile.queries) + _up(own_width, tile.queries)) * 4
     delta = Block(batch * heads * length * 4)
     workspace = Block(batch * heads * _up(per_head, 16))
-    if query.dtype is torch.float32:  # delta is the sum of a product, copied into a different order
+    if query.dtype is torch.float32:  # torch sums the product of output and gradient, then copies the sum transposed
         product = Block(_nbytes(grad))
         if product.nbytes + delta.nbytes > workspace.nbytes:
             return (product, delta, delta, *_copies(grad))

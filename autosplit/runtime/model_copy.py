@@ -201,7 +201,7 @@ def _copied_optimizers(
 def _parameters(modules: tuple[nn.Module, ...], position: int, count: int) -> list[nn.Parameter]:
     """Return the parameters that the optimizer at a position trains.
 
-    With as many optimizers as models, each trains one model. Otherwise each trains all models.
+    If there is one optimizer per model, each trains one model. Otherwise each optimizer trains all models.
     """
     owners = [modules[position]] if count == len(modules) else modules
     unique = {id(p): p for module in owners for p in module.parameters() if p.requires_grad}

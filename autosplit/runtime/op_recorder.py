@@ -84,7 +84,7 @@ class OpRecorder:
 
     def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
         """End the current `Work` of both devices, and record the transfer."""
-        # Gradients are reduced when all devices have finished, so close all their earlier work first.
+        # Gradients are reduced when all devices have finished, so first close all their earlier work.
         self._close(*(list(self._open) if purpose == "gradient" else (source, destination)))
         self._phases[-1][1].append(Move(source, destination, nbytes, purpose))
 

@@ -126,8 +126,8 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
     """
     if isinstance(torch.empty(0), FakeTensor):
         raise InputError(
-            "A FakeTensorMode is active, so tensors have no values. Call autosplit outside of it. autosplit makes its "
-            "own fake tensors where it needs them.",
+            "A FakeTensorMode is active, so tensors have no values. Call autosplit outside of this mode. autosplit "
+            "makes its own fake tensors.",
             code="fake-tensor-mode",
         )
     options = {name: value for name, value in described.items() if value is not None}

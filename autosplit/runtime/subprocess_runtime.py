@@ -50,7 +50,7 @@ SLOWER_BY = 20.0
 FUTILE_DEATHS = 3
 """Maximum lost processes if no call has returned, because then the number of samples is not the cause.
 
-After as many hanging calls, also stop at the end of the time limit.
+After this many hanging calls, also stop at the end of the time limit.
 """
 
 
@@ -136,7 +136,7 @@ class IsolatedRuntime:
             found: T = self._child.call("ask", function, limit_s=ASKED_LIMIT_S)
         except ChildLostError as lost:
             raise AutosplitError(
-                f"The isolated process {lost.cause}. Run one step of the workload alone to see why.",
+                f"The isolated process {lost.cause}. Run a single step of the workload to see why.",
                 code="isolated-process-lost",
             ) from None
         return found
@@ -186,7 +186,7 @@ class IsolatedRuntime:
         if len(self._deadly) >= FUTILE_DEATHS and not self._answered:
             raise AutosplitError(
                 f"The process for real steps died in each of its first {FUTILE_DEATHS} calls. The last time, it "
-                f"{cause}. Run one step of the workload alone to see why, or leave isolate out (--no-isolate).",
+                f"{cause}. Run a single step of the workload to see why, or leave isolate out (--no-isolate).",
                 code="isolated-process-dies",
             )
         out_of_time = self._deadline_s is not None and time.monotonic() > self._deadline_s

@@ -21,7 +21,7 @@ from autosplit.workload.workload import Workload
 
 DDP_NOTE = Note(
     "ddp-predicted",
-    "With strategy 'ddp', autosplit predicted samples/s and memory from measurements of each device alone. The "
+    "With strategy 'ddp', autosplit predicted samples/s and memory from separate measurements of each device. The "
     "ranks ran no step together. The split lists the ranks' batch sizes. Use them with autosplit.ddp.setup().",
 )
 

@@ -168,7 +168,7 @@ class LoneSession(Session):
         try:
             peaks = self.runtime.peaks(StepShape(((samples, *(0 for _ in self.request.devices[1:])),), compiled=True))
         except OutOfMemoryError as error:
-            return Note("compiled", f"{said}. {samples} samples do not fit a compiled step: {error}")
+            return Note("compiled", f"{said}. A compiled step of {samples} samples does not fit: {error}")
         except Exception as error:  # noqa: BLE001  # the compiler may raise anything
             return Note("compiled", f"{said}. No compiled step ran ({one_line(error)}).")
         held = f", and needs {peaks[0]} bytes." if peaks else ". Its memory can't be tracked on a CPU."

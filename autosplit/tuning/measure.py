@@ -205,7 +205,7 @@ def _checked(split: Any, accumulation_steps: Any, job: Job, workload: Workload) 
     reason = why_single(workload)
     if steps > 1 and reason is not None:
         raise WorkloadError(
-            f"accumulation_steps is {steps}, and {reason}. Expected 1. Leave it out.",
+            f"accumulation_steps is {steps}, and {reason}. Expected 1. Leave accumulation_steps out.",
             code="accumulation-not-possible",
         )
     if job.request.strategy == "ddp":
@@ -220,7 +220,7 @@ def _refuse_no_ranks(split: tuple[int, ...], request: Request, workload: Workloa
     if 0 in split:
         raise InputError(
             f"split is {split} with strategy 'ddp'. Expected at least one sample for each rank, because all ranks "
-            "take part in a step. Leave the device out.",
+            "take part in a step. Leave out devices with 0 samples.",
             code="split-without-rank-samples",
         )
 
@@ -378,7 +378,7 @@ def _run_together(workers: Workers, asked: _Configuration) -> _Found:
 
 
 def _alone_on_rank(worker: Worker, asked: _Configuration) -> float | str:
-    """Time this rank's part of a step. Return the error text if it does not fit."""
+    """Time this rank's part of a step. Return the error message if it does not fit."""
     prober, shape = worker.prober, asked.own_shape(worker.peers.rank)
     try:
         prober.confirmed_peaks(shape)

@@ -62,7 +62,7 @@ class Progress:
 
     @property
     def found(self) -> str:
-        """The steps and the best trial so far as a text: ``"31 steps, 1 OOM, best 1,235 samples/s"``."""
+        """The steps and the best trial so far, in words: ``"31 steps, 1 OOM, best 1,235 samples/s"``."""
         parts = [f"{self.steps} step{'s' * (self.steps > 1)}"] if self.steps else []
         parts += [f"{self.ooms} OOM"] if self.ooms else []
         parts += [] if self.best_samples_per_s is None else [f"best {rate_text(self.best_samples_per_s)}"]
@@ -108,7 +108,8 @@ def heard_by(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[
     """Yield the function that shows the progress: `progress`, a bar in a notebook, a line on a terminal, or None."""
     if progress is not None and not callable(progress):
         raise InputError(
-            f"progress is {progress!r}. Expected a function that is called with a Progress. Pass one, or leave it out.",
+            f"progress is {progress!r}. Expected a function that takes a Progress. Pass a function, or leave progress "
+            "out.",
             code="progress",
         )
     heard = progress or notebook_bar()
@@ -126,7 +127,7 @@ def _now_and_then(draw: Callable[[Progress, str], None], *, at_once: bool) -> Ca
     """Return a progress function that draws at most every `SHORTEST_S` seconds.
 
     Args:
-        draw: Function that is called with the progress, and with a text of its counts and the elapsed time.
+        draw: Function that is called with the progress, and with its counts and the elapsed time as a string.
         at_once: Whether to draw the first report at once.
     """
     begun_s = time.monotonic()

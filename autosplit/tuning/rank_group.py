@@ -50,7 +50,9 @@ def in_a_job() -> bool:
 
 @contextmanager
 def joined(request: Request) -> Iterator[Job]:
-    """Connect to the other ranks of this job, and exchange devices. The job's request has the devices of all ranks.
+    """Connect to the other ranks of this job, and exchange device descriptions.
+
+    The resulting request lists the devices of all ranks.
 
     Raises:
         DeviceError: The number of devices of a machine is not the number of its ranks, or the devices are simulated.

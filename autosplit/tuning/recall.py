@@ -89,10 +89,12 @@ def recalled(key: ProfileKey, request: Request, *, measured: bool = False) -> Re
         return Recalled(notes=found.notes, unreadable=found.unreadable)
     if not found.plan.complete:
         return Recalled(
-            notes=(Note("tuned-again", "The search of the saved plan was interrupted, so it was tuned again."),)
+            notes=(
+                Note("tuned-again", "The search that made the saved plan was interrupted, so autosplit tuned again."),
+            )
         )
     if measured and not found.plan.ddp.measured:
-        text = "The DDP settings of the saved plan were predicted by one process, so they were tuned again."
+        text = "The DDP settings of the saved plan were predicted by one process, so autosplit tuned again."
         return Recalled(notes=(Note("tuned-again", text),))
     short = memory_shortfall(found.plan, request.devices, request.capacities_bytes)
     differing = differing_facts(found.plan, request.devices, request.capacities_bytes)
@@ -214,7 +216,7 @@ def _bucket_bytes_and_least(worker: Worker) -> tuple[int, int]:
 
 
 def _run(worker: Worker, plan: Plan, measures: bool) -> Plan | str:
-    """Run a step of a plan. Return the plan, or the error text if memory ran out.
+    """Run a step of a plan. Return the plan, or the error message if memory ran out.
 
     If `measures` is true, the plan gets the throughput and the peaks of that step. A plan for DDP stays unchanged,
     because only parts of its step run.

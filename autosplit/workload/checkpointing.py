@@ -32,7 +32,7 @@ class Checkpointing:
     every: int
 
     def __str__(self) -> str:
-        """Return a short text for notes and keys."""
+        """Return a short description for notes and keys."""
         which = "every" if self.every == 1 else "every second"
         return f"{which} {'layer' if self.kinds == (AUTO,) else self._kinds_text()} checkpointed"
 
@@ -41,7 +41,7 @@ class Checkpointing:
         if len(modules) > 1:
             raise WorkloadError(
                 f"You passed checkpointing with {len(modules)} models. Expected one model, because a plan "
-                "names its layers. Leave it out, and checkpoint the layers yourself.",
+                "names its layers. Leave checkpointing out, and checkpoint the layers yourself.",
                 code="checkpointing-several-models",
             )
         self.names_in(modules[0])

@@ -26,7 +26,7 @@ from autosplit.errors import is_installed
 _DEPTH = 16
 _VALUES = 20_000  # in total, to stay fast if a function refers to a large data set
 _ITEMS = 256  # the most items of a container that a description contains
-_CHARACTERS = 1000  # the most characters of a text that a description contains
+_CHARACTERS = 1000  # the most characters of a string that a description contains
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _PLAIN = (bool, int, float, str)
 _RECORDS = (SimpleNamespace, argparse.Namespace)  # standard-library containers for the user's values
@@ -34,7 +34,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def digest_of(plain: object) -> str:
-    """Return 32 hexadecimal digits for a value of dicts, lists, numbers and texts. The order of keys has no effect."""
+    """Return 32 hexadecimal digits for dicts, lists, numbers and strings. The order of keys has no effect."""
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
 
@@ -228,7 +228,7 @@ def _extends_library(kind: type) -> bool:
 
 
 def _plain_attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes that are numbers, bools or texts.
+    """Return the attributes that are numbers, bools or strings.
 
     `training` is left out, because `tree` adds it if it matters. Values that differ in each process are left out, too:
     hashes of transformers, and the number that torch's compiler gives a module.

@@ -19,7 +19,7 @@ class Several(Generic[T]):
     """One object or several, each with its name.
 
     Attributes:
-        names: The key or position of each object. An empty text for a single object.
+        names: The key or position of each object. An empty string for a single object.
     """
 
     given: Any

@@ -21,7 +21,7 @@ def at_length(workload: Workload, length: int) -> Workload:
     """Return the workload with samples of a different length.
 
     The current length is the first dimension after the batch dimension, in the first tensor that has such a dimension.
-    Every other dimension of this size is cropped or repeated in all tensors, also masks. To change this, define
+    Every other dimension of this size is cropped or repeated in all tensors, even in masks. To change this, define
     ``make_batch(n, length=length)``.
     """
     size, dim = workload.sample_batch_size, workload.batch_dim

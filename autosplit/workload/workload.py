@@ -122,7 +122,8 @@ class Workload:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise WorkloadError(
-                    f"{name} is {value!r}. Expected a function. Pass one, or leave it out.", code="function-argument"
+                    f"{name} is {value!r}. Expected a function. Pass one, or leave the argument out.",
+                    code="function-argument",
                 )
             if isinstance(value, type) and issubclass(value, nn.Module):
                 raise WorkloadError(

@@ -71,7 +71,10 @@ def compare(
         return compare_models(manner, models, devices=devices, price=price, model_options=model_options, **keywords)
     for name in ("format", "output"):
         if name in keywords:
-            raise InputError(f"--{name} needs --models FILE. Leave it out.", code="compare-format-without-models")
+            raise InputError(
+                f"--{name} needs --models FILE. Add --models FILE, or leave --{name} out.",
+                code="compare-format-without-models",
+            )
     assert spec is not None
     return _compare_one(manner, spec, devices, price, samples, model_options, keywords)
 
@@ -195,7 +198,7 @@ def _comparison_table(comparison: Comparison, *, narrow: bool) -> Table:
 
 
 def _machine_plan_texts(machine: ComparedMachine, *, with_precision: bool) -> list[str]:
-    """Return a machine's plan as texts, such as ``(12, 24) = 36`` and ``3 steps``, or the reason why nothing fits."""
+    """Return a machine's plan as strings, such as ``(12, 24) = 36`` and ``3 steps``, or the reason why nothing fits."""
     plan, misfit = machine.plan, machine.misfit
     if machine.cluster is not None:
         whole = machine.cluster.whole
