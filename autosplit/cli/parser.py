@@ -79,8 +79,8 @@ COMMANDS: Mapping[str, Command] = {
             "Workload": {
                 **o.WORKLOAD,
                 **o.TRAINING,
-                "--loader FILE[:NAME]": "The training's DataLoader (default name: loader), or a function that returns "
-                "it. autosplit checks whether it keeps up.",
+                "--loader FILE[:NAME]": "The training DataLoader (default name: loader), or a function that returns "
+                "it. autosplit checks whether it keeps up with the devices.",
                 "--lengths FILE": "The lengths of the samples, one number per line. autosplit also plans batches of "
                 "similar length.",
             },

@@ -39,7 +39,7 @@ SILENT_S = 10.0
 Scripts may read stderr, so short commands leave it empty.
 """
 
-STOPPING = "Stopping with the best plan so far, if any. Ctrl-C again exits."
+STOPPING = "Stopping with the best plan so far, if any. Press Ctrl-C again to exit."
 """Text of a bar after the first Ctrl-C. It may be shown until the current step ends."""
 
 _stopping = threading.Event()

@@ -227,7 +227,7 @@ def _meet(rank: int, what: str) -> None:
 
 
 def _not_written(path: str | os.PathLike[str], reason: str) -> str:
-    return f"The checkpoint {str(path)!r} was not written. {reason.rstrip('.')}. An earlier checkpoint is unchanged."
+    return f"The checkpoint {str(path)!r} was not written. {reason.rstrip('.')}. Any earlier checkpoint is unchanged."
 
 
 def _not_loaded(path: str | os.PathLike[str], reason: str, place: str = "") -> str:

@@ -169,7 +169,7 @@ def _refuse_model(model: nn.Module) -> None:
     lazy = [name for name, tensor in model.named_parameters() if is_lazy(tensor)]
     scalars = [name for name, tensor in model.named_parameters() if name not in lazy and not tensor.dim()]
     for names, says in (
-        (lazy, "has lazy parameters, which have no shape until the model ran once:"),
+        (lazy, "has lazy parameters, which have no shape until the model has run once:"),
         (wrapped, "is wrapped in DistributedDataParallel at"),
         (shared, "is already sharded at"),
         (scalars, "has parameters without a dimension, which can't be sharded:"),

@@ -97,8 +97,8 @@ class CutBatches:
         if self._attempt is None or self._attempt.has_backward:
             raise InputError(
                 "on_oom is 'cut', and accelerator.backward was called outside of accelerator.accumulate, or twice "
-                "in it. Expected one call in each accumulate(), which may run a micro-batch in parts. Add the "
-                "losses up.",
+                "in it. Expected one call in each accumulate(), because a micro-batch may run in parts. Add the losses "
+                "up before the call.",
                 code="backward-outside-accumulate",
             )
         self._attempt.backward(run, loss)

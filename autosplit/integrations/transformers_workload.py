@@ -32,8 +32,8 @@ def workload(trainer: Any) -> Workload:
     dataset = trainer.train_dataset
     if dataset is None or not hasattr(dataset, "__len__") or not len(dataset):
         raise InputError(
-            f"The Trainer's train_dataset is {type(dataset).__name__}. Expected samples by index, because autosplit "
-            "makes a sample batch from them. Pass train_dataset=.",
+            f"The Trainer's train_dataset is {type(dataset).__name__}. Expected a dataset that returns "
+            "samples by index, because autosplit makes a sample batch from them. Pass train_dataset=.",
             code="trainer-dataset",
         )
     share, trainer.share = getattr(trainer, "share", None), None  # get the Trainer's loader without the plan

@@ -20,8 +20,9 @@ def refuse_wrong_order(gpu0_bsz: Any, module: Any) -> None:
         return
     if isinstance(gpu0_bsz, nn.Module):
         raise InputError(
-            f"gpu0_bsz is a {type(gpu0_bsz).__name__} and module is {module!r:.80}. Expected the samples of the "
-            "first device or None, and then the module. Write BalancedDataParallel(None, module, device_ids).",
+            f"gpu0_bsz is a {type(gpu0_bsz).__name__} and module is {module!r:.80}. Expected the number of "
+            "samples for the first device (or None), and then the module. Write BalancedDataParallel(None, module, "
+            "device_ids).",
             code="arguments-order",
         )
     raise InputError(

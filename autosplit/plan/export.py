@@ -290,7 +290,7 @@ def _to_slurm(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
     ]
     if machines[0].gpu is not None:
         notes.append(
-            "Names of GPUs differ between clusters. Ask for the GPUs in the comments with --constraint, or with "
+            "Names of GPUs differ between clusters. Request the GPUs that the comments name, with --constraint or "
             "--gpus-per-node=TYPE:COUNT."
         )
     first, *lines = sbatch_file(machines, file.absolute()).split("\n")

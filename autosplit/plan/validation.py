@@ -47,7 +47,7 @@ def _unsound_ranks(plan: Any, count: int) -> Iterator[str]:
     if not ranks:
         return
     if not plan.ddp.samples_per_s > 0:
-        yield f"ddp.samples_per_s is {plan.ddp.samples_per_s}, but with ranks it is more than 0"
+        yield f"ddp.samples_per_s is {plan.ddp.samples_per_s}, but a plan with ranks needs more than 0"
     if not any(rank.batch_size for rank in ranks):
         yield "no rank has samples"
     for rank in ranks:

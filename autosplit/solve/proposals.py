@@ -65,7 +65,9 @@ class Proposer:
         best = best_trial(solver.space, steadied(solver, trials), solver.samples_per_s)
         if best is None:  # all trials failed, but a smaller batch may run
             enough = len(trials) > len(self.first) + self.patience
-            return Proposal(self._smaller(trials, tried), enough, "no trial has run so far, but a smaller one may")
+            return Proposal(
+                self._smaller(trials, tried), enough, "every trial has failed so far, but a smaller batch may fit"
+            )
         top = max(trials, key=lambda trial: trial.samples_per_s or 0.0)
         noise = max(LEAST_GAIN, top.error_share)
         promised = self._promised(solver, trials, tried, best, top, noise)

@@ -126,8 +126,9 @@ class JointSession(Session):
             return Space(region, sizes, most_steps(sizes, region.largest_batch))
         if self.request.least_effective > region.largest_batch:
             raise DoesNotFitError(
-                f"One forward of all ranks fits {region.largest_batch} samples. The step needs "
-                f"{self.request.least_effective}, and can't be accumulated. Lower effective_batch_size.",
+                f"One forward over all ranks fits at most {region.largest_batch} samples. The step needs "
+                f"{self.request.least_effective}, and this workload can't accumulate gradients. Lower "
+                "effective_batch_size.",
                 code="effective-batch-does-not-fit",
             )
         return Space(region, sizes)

@@ -183,7 +183,8 @@ class Workload:
             return
         if not isinstance(self.checkpointing, Checkpointing):
             raise WorkloadError(
-                f"checkpointing is {self.checkpointing!r}. Expected a Checkpointing of a plan. Pass it to tune.",
+                f"checkpointing is {self.checkpointing!r}. Expected a Checkpointing object, which tune makes. "
+                "Pass checkpointing= to tune.",
                 code="checkpointing-in-workload",
             )
         if modules_of(self):

@@ -88,7 +88,7 @@ def test_ctrl_c_twice_leaves_at_once(script):
     terminal = opened([*AUTOSPLIT, "tune", script(STUBBORN), "--devices", "cpu:8MiB", "--no-isolate"])
     terminal.wait_for("here")
     terminal.press(CTRL_C)
-    terminal.wait_for("Stopping with the best plan so far, if any. Ctrl-C again exits.")
+    terminal.wait_for("Stopping with the best plan so far, if any. Press Ctrl-C again to exit.")
     time.sleep(0.5)  # signals that arrive closer together count as one key press
     terminal.press(CTRL_C)
     assert terminal.end() == 4

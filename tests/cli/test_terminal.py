@@ -131,7 +131,7 @@ def test_after_ctrl_c_a_bar_says_what_comes_of_it(terminal, monkeypatch, columns
     monkeypatch.setattr(terminals, "_stopping", threading.Event())
     show_stopping()
     text = drawn_bar(terminal, Progress("search", "trial 3 of 24", 0.5, steps=31))
-    said = "Stopping with the best plan so far, if any. Ctrl-C again exits."
+    said = "Stopping with the best plan so far, if any. Press Ctrl-C again to exit."
     assert said in " ".join(re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", text).split())
     assert "31 steps" not in text
 

@@ -214,7 +214,7 @@ class TestRefusals:
     def test_lazy_parameters(self):
         model = nn.Sequential(nn.LazyLinear(SIZE))
         with raises(
-            InputError, "fsdp-model", "has lazy parameters, which have no shape until the model ran once: 0.weight"
+            InputError, "fsdp-model", "has lazy parameters, which have no shape until the model has run once: 0.weight"
         ):
             tune_sharded(model, torch.randn(4, SIZE), devices="sim:2xRTX3090")
 
