@@ -32,7 +32,7 @@ _GROUPS = itertools.count()
 """Counts the groups that this process created. The numbers agree on all ranks."""
 
 _LOOKED_EVERY_S = 0.05
-"""Seconds between two checks whether rank 0 has answered."""
+"""Time in seconds between two checks whether rank 0 has answered."""
 
 
 @dataclass(frozen=True)

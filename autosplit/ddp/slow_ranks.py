@@ -213,7 +213,7 @@ class SlowRanks(StepListener):
         self._times.clear()
         key = f"times/{self._rank}"
         self.store.set(key, json.dumps([window, *means]))
-        self.store.check([key])  # set() returns before the store has the value, and check() returns after
+        self.store.check([key])  # set() may return before the store has the value. check() waits until it has.
 
     def _judge(self, window: int, plan: Plan, effective_batch_size: int, *, rebalances: bool) -> None:
         keys = [f"times/{rank}" for rank in range(self._world_size)]

@@ -51,7 +51,7 @@ def find_ceiling(
         max_batch_size: Largest batch to try.
         exact: Also run one more sample than the ceiling, which must run out of memory.
         reserve: Memory to keep free: bytes, or a fraction. Default: 5% on GPUs.
-        time_limit_s: Seconds after which no further step is run to confirm the ceiling.
+        time_limit_s: Time in seconds after which no further step is run to confirm the ceiling.
         isolate: Run the steps in a separate process, so that a crash does not end this process.
 
     Raises:

@@ -29,10 +29,10 @@ UNHURRIED_S = 600.0
 """Default time limit of a call: NCCL's timeout for a rank that hangs."""
 
 _CLOSING_S = 5.0
-"""Maximum seconds between a request to stop and the end of the process."""
+"""Maximum time in seconds between a request to stop and the end of the process."""
 
 _LOOK_S = 1.0
-"""Seconds between checks of a silent process. Its forked children keep its pipes open after it dies."""
+"""Time in seconds between checks of a silent process. Its forked children keep its pipes open after it dies."""
 
 _SENT_AT_ONCE_BYTES = 4096
 """Number of bytes that every pipe accepts while its reader is still starting."""
@@ -150,7 +150,7 @@ class Child:
         return self._result(limit_s, data)
 
     def close(self) -> None:
-        """Stop the process. If it does not wait for a call, kill it."""
+        """Stop the process. If it is busy with a call, kill it."""
         if self._process is not None and self._pipe is not None and self._is_ready:
             with suppress(OSError):
                 self._pipe.send_bytes(b"")
