@@ -191,8 +191,8 @@ class Prober:
         """Run a step to measure its memory, and count the steps that were run."""
         if not self.decides_by_steps:
             evaluates = shape.arrangement == "eval"
-            # The first step creates the optimizer state. With `fits`, the second step begins by copying this state. So
-            # only a third step finds the memory unchanged, which ends the measurement.
+            # The first step creates the optimizer state. If `fits` has "resume" or "save", the second step begins by
+            # making their copies. So only a third step finds the memory unchanged, which ends the measurement.
             first = 3 if copying(self.tracer.workload.fits) else 2
             self.count(1 if self._has_state or evaluates else first)
             self._has_state = self._has_state or not evaluates

@@ -189,8 +189,9 @@ class StepTime:
         Args:
             measured: One or two pairs ``(split, seconds without the optimizer)`` of a step of one micro-step. The
                 second pair has more samples on the device.
-            further: A split, and the time in seconds that a second micro-step with this split adds. Both limit the gather.
-                In a small first micro-step, host time may hide the copies, so `measured` gives too large a slope.
+            further: A split, and the time in seconds that a second micro-step with this split adds. This time
+                limits the gather. In a small first micro-step, host time may hide the copies, so `measured` gives too
+                large a slope.
         """
         bare, slope = self.with_costs_of(index, 0.0, 0.0), 0.0
         (few, few_s), (many, many_s) = measured[0], measured[-1]
