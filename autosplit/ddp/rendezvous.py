@@ -160,7 +160,7 @@ def meeting_place(place: Place) -> Any:
 
 
 def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
-    """Agree with the other ranks on a new name that no earlier process of this job has used.
+    """Agree with the other ranks on a new name that no earlier process of this job used.
 
         rank 0                               another rank
         publishes a new name        ->       reads the name, which may be an old one

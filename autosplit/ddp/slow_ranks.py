@@ -91,7 +91,7 @@ class SlowRanks(StepListener):
     Attributes:
         agreed: The plan for the next step, if the ranks have agreed on another split. Otherwise None.
         keeps_batch: Whether another split must have the same samples per forward.
-        store: The ranks' store, None before it was looked up, or False without a store. Set it to None when the process
+        store: The ranks' store, None before it is looked up, or False without a store. Set it to None when the process
             group ends, because a reference keeps the store's thread alive.
     """
 
@@ -163,7 +163,7 @@ class SlowRanks(StepListener):
     ) -> Iterator[OptimizerStep]:
         """Yield the steps of an epoch, and switch to another split when the ranks have agreed on one.
 
-        The batches that the loader's workers have loaded ahead for the old split are dropped. The sampler continues
+        The batches that the loader's workers loaded in advance for the old split are dropped. The sampler continues
         after the finished step, as from a checkpoint. So each sample of the epoch is still used once.
 
         Args:

@@ -23,7 +23,7 @@ _LAUNCHES = 2000
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has finished all its work."""
+    """Wait until a device finishes all its work."""
     if is_accelerator(device.type):
         backend(device.type).synchronize(device)
 

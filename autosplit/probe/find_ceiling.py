@@ -47,7 +47,7 @@ def find_ceiling(
             devices. ``"replica"``: another device of BalancedDataParallel. ``"eval"``: a forward without gradients of a
             model that is not trained. ``"resume"``: a DDP process with the copies of the parameters that loading a
             checkpoint leaves on the device. ``"save"``: a DDP process with copies of parameters and optimizer state,
-            which are being saved in the background.
+            which are saved in the background.
         max_batch_size: Largest batch to try.
         exact: Also run one more sample than the ceiling, which must run out of memory.
         reserve: Memory to keep free: bytes, or a fraction. Default: 5% on GPUs.

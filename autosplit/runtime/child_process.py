@@ -91,7 +91,7 @@ class Child:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process if there is none. Return before it has loaded."""
+        """Start the process if there is none. Return before it finishes loading."""
         if self._process is not None:
             return
         self._waiting = self._waiting or _pickled(self._make)
@@ -123,7 +123,7 @@ class Child:
         """Wait until the object is made. Start a process if there is none. Kill the process after the time limit.
 
         Raises:
-            ChildLostError: The process ended, or was killed, before the object was made.
+            ChildLostError: The process ended, or was killed, before it made the object.
         """
         self.start()
         if self._is_ready:

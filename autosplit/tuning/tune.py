@@ -68,7 +68,7 @@ class TuningInterrupted(KeyboardInterrupt):
     """The tuning was interrupted by Ctrl-C.
 
     Attributes:
-        plan: The best plan so far. None if no trial had succeeded.
+        plan: The best plan so far. None if no trial has succeeded.
         path: The profile with this plan. None if it was not saved.
     """
 
@@ -176,7 +176,7 @@ def tune(
             unchanged.
         fits: Tasks that must fit into memory in addition to training. ``"resume"``: a loaded checkpoint that stays on
             the device (a checkpoint that is loaded to the host needs nothing). ``"save"``: a copy of model and
-            optimizer that is being saved during training. ``"eval"``: evaluation; `Plan.fits` has the largest batch of
+            optimizer that is saved during training. ``"eval"``: evaluation; `Plan.fits` has the largest batch of
             each device, next to the memory that a DDP rank keeps. Pass several as a tuple or a comma-separated text.
             Default: none.
         progress: Function that is called with a `Progress` from time to time. Default: a bar in a notebook, a line on a
@@ -405,7 +405,7 @@ def _tuned_variant(tuning: _Tuning, number: int) -> Plan:
             return _tuned(tuning, number)
     except TuningInterrupted:
         raise
-    except KeyboardInterrupt:  # Ctrl-C came before there was a plan.
+    except KeyboardInterrupt:  # Ctrl-C came before any plan was found.
         raise TuningInterrupted(None) from None
 
 
