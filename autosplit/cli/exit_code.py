@@ -58,7 +58,7 @@ def exit_at_second_ctrl_c(
         last: Function that is called in that thread before the process ends. It returns the exit code.
         first: Function that is called in that thread at the first Ctrl-C. It must not wait, or the second Ctrl-C has no
             effect.
-        apart_s: Seconds within which signals belong to the same key press.
+        apart_s: Time in seconds within which signals belong to the same key press.
     """
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         return  # on Windows this needs sockets, so Python handles the second Ctrl-C, too

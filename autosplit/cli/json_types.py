@@ -158,7 +158,8 @@ class ScaledCluster:
 
     Attributes:
         predictions: One for each number of nodes, the whole cluster last.
-        pays_up_to_nodes: The most nodes at which each added GPU brings at least half of an earlier GPU's samples/s.
+        pays_up_to_nodes: Largest number of nodes at which each added GPU brings at least half of an earlier GPU's
+            samples/s.
         summary: Where scaling stops paying, and what limits it.
     """
 

@@ -21,7 +21,7 @@ Options = Mapping[str, str]
 
 
 def whole(text: str) -> int:
-    """Read a whole number. The called function checks its range."""
+    """Read a whole number. The command that uses the number checks its range."""
     # int() raises another error for thousands of digits.
     if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text):
         raise ArgumentTypeError(f"{shown(text)} is not a whole number. Write digits, such as 64 or 1024.")
@@ -39,7 +39,7 @@ def whole_or_range(text: str) -> int | str:
 
 
 def seconds(text: str) -> float:
-    """Read a number of seconds. The called function checks its range."""
+    """Read a number of seconds. The command that uses the number checks its range."""
     try:
         return float(text)
     except ValueError:

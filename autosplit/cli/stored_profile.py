@@ -22,7 +22,7 @@ class Profile:
         key: 32 hexadecimal digits. Commands accept the first digits as a name.
         path: The file.
         saved_at: Time when the file was written, as ISO 8601 with the offset from UTC. None if it is unknown.
-        age_s: Seconds since then. None if unknown.
+        age_s: Time since then in seconds. None if unknown.
         problem: Why the file can't be read. None if it can. Otherwise all following values are empty.
         name: The ``name=`` given to `tune`, or None.
         model: The model's class, or the function that makes the model.

@@ -34,7 +34,7 @@ KEYS_SHOWN = 4
 """Columns that a bar leaves free for the terminal's ``^C``, which would otherwise break the line."""
 
 SILENT_S = 10.0
-"""Seconds before anything is written to a stderr that is not a terminal.
+"""Time in seconds before anything is written to a stderr that is not a terminal.
 
 Scripts may read stderr, so short commands leave it empty.
 """
@@ -155,7 +155,7 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
 
     class Narrower(Bar):
         def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
-            if _stopping.is_set():  # there is no room for figures next to it
+            if _stopping.is_set():  # no room for figures next to this text
                 table = Table.grid()
                 table.add_row(Text(STOPPING))
             else:
@@ -184,7 +184,7 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
 
 
 def show_stopping() -> None:
-    """Change the text of the bar to the reply to Ctrl-C. This may be called from any thread, and does not wait."""
+    """Show in the progress bar that Ctrl-C was received. Any thread may call this. It returns at once."""
     _stopping.set()
 
 

@@ -280,7 +280,7 @@ class Context(CheckpointMethods):
         Args:
             loader: A ``DataLoader`` with this context's `batch_sampler`. Its batches are not examined. Or another
                 loader of this rank's own batches, such as an iterable data set that is cut by rank. The micro-batches
-                of a step are then buffered until the ranks have exchanged their numbers of samples. All ranks end with
+                of a step are then buffered until the ranks exchange their numbers of samples. All ranks end with
                 the shortest loader.
             count: Returns the divisor of a batch's mean loss, if the divisor is not the number of samples: an int
                 (labels without padding) or a float (the sum of the class weights of its labels).

@@ -46,25 +46,28 @@ from autosplit.text import printable
 # See Note [How ranks wait] for these durations.
 
 GRACE_S = 10.0
-"""Seconds in which a rank must leave `setup` after another rank failed. Then its process is killed."""
+"""Time in seconds in which a rank must leave `setup` after another rank failed. Then its process is killed."""
 
 _LET_FIRST_S = 2.0
-"""Seconds until a rank raises an error for another rank's failure. torchrun blames the rank that ends first."""
+"""Time in seconds until a rank raises an error for another rank's failure. torchrun blames the first rank to end."""
 
 _VERDICT_S = 5.0
-"""Seconds in which a rank with a broken collective waits for the message with the cause."""
+"""Time in seconds in which a rank with a broken collective waits for the message with the cause."""
 
 _OTHER_CAUSE_S = 1.0
-"""Seconds until a rank that has left is blamed, unless a failure of another rank arrives."""
+"""Time in seconds until a rank that has left is blamed, unless a failure of another rank arrives."""
 
 TOLD_AFTER_S = 15.0
-"""Seconds of waiting after which a rank prints which method the other ranks must call."""
+"""Waiting time in seconds after which a rank prints which method the other ranks must call."""
 
 _SIGN_EVERY_S = 3.0
-"""Seconds between two messages that a rank sends to show that it is alive."""
+"""Time in seconds between two messages that a rank sends to show that it is alive."""
 
 _SILENT_S = 12.0
-"""Seconds without a message, after which a rank is reported as stopped. It may continue, so no process is ended."""
+"""Time in seconds without a message, after which a rank is reported as stopped.
+
+The rank may continue, so no process is ended.
+"""
 
 _BROKEN_OFF = re.compile(
     # gloo raises plain RuntimeErrors, and so does an aborted NCCL group (last pattern). Other errors are DistErrors.

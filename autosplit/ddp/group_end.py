@@ -41,7 +41,7 @@ def let_go_of_group_last(wrapped: nn.Module) -> None:
 def part_from_group(wrapped: Any) -> None:
     """Remove all references of a wrapper to its process group, so the group ends when it is destroyed.
 
-    Otherwise the group and its connections exist until the interpreter has exited. If a gloo thread then frees a Python
+    Otherwise the group and its connections exist until the interpreter exits. If a gloo thread then frees a Python
     tensor, the process aborts (torch 2.13: "terminate called without an active exception", rarely, on a busy machine).
     """
     wrapped.reducer = wrapped.logger = None

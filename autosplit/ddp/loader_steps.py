@@ -73,8 +73,8 @@ def foreign_steps(
 ) -> Iterator[OptimizerStep]:
     """Form the same number of optimizer steps on all ranks, from a loader without a plan's batch sampler.
 
-    A step's micro-batches are buffered until the ranks have exchanged their counts. A rank with fewer micro-batches
-    runs its last one again with weight 0. All ranks end when the shortest loader ends.
+    The ranks exchange their counts at each step. Until then, the step's micro-batches are buffered. A rank with fewer
+    micro-batches runs its last one again with weight 0. All ranks end when the shortest loader ends.
 
     Args:
         has_share: Whether the plan has samples for this rank.

@@ -32,7 +32,7 @@ _GROUPS = itertools.count()
 """Counts the groups that this process created. The numbers agree on all ranks."""
 
 _LOOKED_EVERY_S = 0.05
-"""Seconds between two checks whether rank 0 has answered."""
+"""Time in seconds between two checks whether rank 0 has answered."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def meeting_place(place: Place) -> Any:
 
 
 def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
-    """Agree with the other ranks on a new name that no earlier process of this job has used.
+    """Agree with the other ranks on a new name that no earlier process of this job used.
 
         rank 0                               another rank
         publishes a new name        ->       reads the name, which may be an old one

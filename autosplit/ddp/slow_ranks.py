@@ -91,7 +91,7 @@ class SlowRanks(StepListener):
     Attributes:
         agreed: The plan for the next step, if the ranks have agreed on another split. Otherwise None.
         keeps_batch: Whether another split must have the same samples per forward.
-        store: The ranks' store, None before it was looked up, or False without a store. Set it to None when the process
+        store: The ranks' store, None before it is looked up, or False without a store. Set it to None when the process
             group ends, because a reference keeps the store's thread alive.
     """
 
@@ -163,7 +163,7 @@ class SlowRanks(StepListener):
     ) -> Iterator[OptimizerStep]:
         """Yield the steps of an epoch, and switch to another split when the ranks have agreed on one.
 
-        The batches that the loader's workers have loaded ahead for the old split are dropped. The sampler continues
+        The batches that the loader's workers loaded in advance for the old split are dropped. The sampler continues
         after the finished step, as from a checkpoint. So each sample of the epoch is still used once.
 
         Args:
@@ -213,7 +213,7 @@ class SlowRanks(StepListener):
         self._times.clear()
         key = f"times/{self._rank}"
         self.store.set(key, json.dumps([window, *means]))
-        self.store.check([key])  # set() returns before the store has the value, and check() returns after
+        self.store.check([key])  # set() may return before the store has the value. check() waits until it has.
 
     def _judge(self, window: int, plan: Plan, effective_batch_size: int, *, rebalances: bool) -> None:
         keys = [f"times/{rank}" for rank in range(self._world_size)]

@@ -82,7 +82,7 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class _Hops:
-    """Seconds that a ring or a tree needs between two nodes, and a ring between two GPUs of a node."""
+    """Time in seconds that a ring or a tree needs between two nodes, and a ring between two GPUs of a node."""
 
     ring_s: float
     tree_s: float
@@ -139,7 +139,7 @@ class Cluster:
         return min(self._links_bytes_per_s().items(), key=lambda link: link[1])[0]
 
     def all_reduce_s(self, nbytes: int) -> float:
-        """Return the seconds of one all-reduce of `nbytes` over all ranks. See Note [All-reduce]."""
+        """Return the time of one all-reduce of `nbytes` over all ranks, in seconds. See Note [All-reduce]."""
         nodes, ranks = self.nodes, self.ranks
         if ranks == 1:
             return 0.0
@@ -272,10 +272,10 @@ class ClusterPrediction:
         shares: The batch sizes of each kind of GPU. A later micro-step of a step may have one sample less in total.
         accumulation_steps: Forwards per optimizer step.
         effective_batch_size: Samples per optimizer step, exact.
-        step_s: Seconds of an optimizer step.
-        all_reduce_s: Seconds of all buckets' all-reduces.
-        exposed_s: Seconds of the all-reduces that the backward does not hide.
-        waits_s: Seconds during which ranks wait for the slowest rank.
+        step_s: Time of an optimizer step, in seconds.
+        all_reduce_s: Time of all buckets' all-reduces, in seconds.
+        exposed_s: Time of the all-reduces that the backward does not hide, in seconds.
+        waits_s: Time in seconds during which ranks wait for the slowest rank.
         efficiency: samples/s, relative to GPUs that never wait and have their fastest batch size.
         limited_by: ``"compute"``, ``"batch size"`` (too few samples per rank, and the optimizer), ``"slowest rank"``,
             or the link that limits the all-reduce: ``"network"``, or the name of a GPU with slow links in its node.

@@ -24,8 +24,8 @@ class RankKind:
     Attributes:
         name: Name of the GPU.
         ceiling: Largest batch size that fits.
-        curve: Seconds of a forward and a backward, by number of samples.
-        update_s: Seconds of the optimizer.
+        curve: Time of a forward and a backward in seconds, by number of samples.
+        update_s: Time of the optimizer, in seconds.
         buckets: DDP's buckets in order. Each is a pair: when its last gradient arrives, as a fraction of the forward
             and backward, and its bytes.
     """

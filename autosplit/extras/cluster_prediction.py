@@ -1,4 +1,4 @@
-"""Predict DDP on a cluster: solve unequal batch sizes, and scale over the nodes.
+"""Predict DDP on a cluster: solve for unequal batch sizes, and extrapolate to more nodes.
 
 Note [Identical ranks]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -89,7 +89,7 @@ class ClusterScaling:
 
     @property
     def pays_up_to(self) -> ClusterPrediction:
-        """The prediction for the most nodes at which each added GPU still brings enough samples/s, see `PAYS`."""
+        """The prediction for the largest number of nodes at which adding GPUs still pays, see `PAYS`."""
         best = self.predictions[0]
         for one in self.predictions[1:]:
             gain = one.samples_per_s / best.samples_per_s - 1
@@ -152,8 +152,8 @@ def step_of(
         steps: Forwards per optimizer step. Only the last one's backward reduces gradients.
 
     Returns:
-        Seconds of the step, of all all-reduces, of the part of the all-reduces that the backward does not hide, and of
-        waits for the slowest rank.
+        Times in seconds: of the step, of all all-reduces, of the part of the all-reduces that the backward does not
+        hide, and of waits for the slowest rank.
     """
     found = [kinds[device] for device in cluster.kinds]
     slower = 1 + WAITS * math.log2(cluster.nodes)

@@ -16,7 +16,10 @@ from autosplit.devices.examination import Meeting
 from autosplit.errors import first_line
 
 LIMIT_S = 40.0
-"""Seconds for processes to start, connect and all-reduce. On a busy machine, importing torch takes 10 s."""
+"""Time limit in seconds for processes to start, connect and all-reduce.
+
+On a busy machine, importing torch takes 10 s.
+"""
 
 _BYTES = 64 * 2**20
 _TIMES = 5

@@ -20,7 +20,7 @@ from autosplit.tuning.rank_group import in_a_job, peers_here
 
 
 def fit_to_loader(plan: Plan, loader: DataLoader[Any] | MeasuredLoader) -> Plan:
-    """Return the plan with the speed and the fastest settings of the training's DataLoader.
+    """Return the plan with the speed and the fastest settings of the training DataLoader.
 
     If the loader is slower than the devices and no effective batch size was requested, the returned plan has the
     smallest batch that is as fast as the loader. The saved profile is unchanged.

@@ -64,7 +64,7 @@ class _TimeIsUpError(Exception):
 def measure_loader(
     loader: DataLoader[Any], *, processes: int | None = None, time_limit_s: float = 60.0
 ) -> MeasuredLoader:
-    """Find the settings with which a DataLoader loads the most samples/s, by loading its first batches.
+    """Find the settings with which a DataLoader has the highest samples/s, by loading its first batches.
 
     The loader, its dataset and all random states are unchanged. Only loading is measured. If the model processes fewer
     samples/s than the result, one or more workers hide the loading time.
@@ -242,7 +242,7 @@ def fewest_of_the_fastest(tried: Sequence[TimedLoader]) -> TimedLoader:
 def rate_of(
     arrivals: Iterator[int], workers: int, ahead: int, clock: Callable[[], float]
 ) -> tuple[float, float, float]:
-    """Return samples/s of running workers, its relative standard error, and the seconds to the first batch.
+    """Return samples/s of running workers, its relative standard error, and the time to the first batch in seconds.
 
     Batches arrive in rounds of one batch per worker, so whole rounds are timed. The first rounds are left out, because
     the workers loaded these batches in advance.

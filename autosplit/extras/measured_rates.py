@@ -23,7 +23,7 @@ _LAUNCHES = 2000
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has finished all its work."""
+    """Wait until a device finishes all its work."""
     if is_accelerator(device.type):
         backend(device.type).synchronize(device)
 
@@ -54,7 +54,7 @@ def memory_bytes_per_s(device: torch.device, *, largest_bytes: int) -> float:
 
 
 def launch_s(device: torch.device) -> float:
-    """Return the seconds that the host takes to start an operation on an almost idle device."""
+    """Return the time in seconds that the host takes to start an operation on an almost idle device."""
     one = torch.ones(1, device=device)
 
     def start_many() -> None:

@@ -96,7 +96,7 @@ def token_budgets(
         found = workload if isinstance(workload, Workload) else workload()
         return replace(found, evaluate=compute_log_probs, fits=("eval",))
 
-    # Call a function again: for simulated GPUs, it builds its model without memory.
+    # Call a function again: for simulated GPUs, it builds its model without allocating memory.
     passed = with_log_probs() if isinstance(workload, Workload) else with_log_probs
     return TokenBudgets(tokens, train, find_ceiling(passed, device, role="eval", **options))
 

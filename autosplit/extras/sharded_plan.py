@@ -182,7 +182,7 @@ def gathered_bytes(groups: Sequence[Sequence[Tensor]], ranks: int, *, reshards: 
 
 
 def _gathered(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a gathered parameter without memory. FSDP2 casts only floating-point parameters."""
+    """Return a gathered parameter on the meta device. FSDP2 casts only floating-point parameters."""
     dtype = dtype if parameter.is_floating_point() else None
     return torch.empty_like(parameter, dtype=dtype, device="meta", requires_grad=parameter.requires_grad)
 
@@ -271,7 +271,7 @@ class _Variant:
 
     @functools.cached_property
     def seconds(self) -> tuple[float, float]:
-        """Seconds of the all-gathers of a forward and backward, and of the reductions of a step."""
+        """Time in seconds of the all-gathers of a forward and backward, and of the reductions of a step."""
         count = len(self.before.ddp.ranks)
         nbytes, trained = self.model.whole_bytes
         # A ring all-reduce of n ranks sends (n - 1) / n of the gradients twice.

@@ -67,7 +67,8 @@ def write_workload(
         force: Whether to replace an existing file.
 
     Raises:
-        InputError: The file has no such model, the file to write exists, or the model's forward accepts no candidate.
+        InputError: The file has no such model, the file to write exists, or the model's forward accepts
+            none of the tried inputs.
     """
     place, name = split_spec(spec, "")
     is_file = place.endswith(".py")

@@ -290,7 +290,7 @@ class SharesMixin(Mixed):
         if self.share is None or not self.share.wraps or not training:
             return super()._wrap_model(model, training, dataloader)
         if unwrapped:
-            # An earlier evaluation has wrapped the model's forward in autocast. Every replica would call that forward,
+            # An earlier evaluation wrapped the model's forward in autocast. Every replica would call that forward,
             # which runs the model on the first device. So remove it.
             if "_original_forward" in vars(model):
                 del model._original_forward, model.forward

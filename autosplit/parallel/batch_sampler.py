@@ -172,7 +172,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         """Raise InputError if a device would train on too few samples in any forward of the epoch.
 
         Args:
-            least: The fewest samples on which the model can train: 2 if a BatchNorm gets one value per sample.
+            least: Smallest number of samples on which the model can train: 2 if a BatchNorm gets one value per sample.
         """
         for step in (*self.schedule[:1], *self.schedule[-1:]):
             last = micro_batch_sizes(step.num_samples, self.batch_size)[-1]

@@ -33,7 +33,7 @@ def checkpoint_layers(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def checkpointed_in(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the layers that `checkpoint_layer` has changed."""
+    """Return the names of the layers that `checkpoint_layer` changed."""
     return tuple(name for name, layer in model.named_modules() if _is_checkpointed(layer))
 
 

@@ -38,7 +38,7 @@ class ReduceWarning(UserWarning):
 
 
 class DoubtfulWeights(list["float | Tensor"]):
-    """Weights that were guessed. Call `say` when a loss is combined with them."""
+    """Guessed weights. Call `say` to warn the user when a loss is combined with them."""
 
     def __init__(self, weights: Sequence[float | Tensor], doubt: str) -> None:
         super().__init__(weights)

@@ -1,6 +1,6 @@
 """Cut a micro-batch that ran out of memory into two parts, and run the parts instead.
 
-A backward that fails has updated some gradients and not others. Two rules apply:
+A backward that fails may have updated only some of the gradients. Two rules apply:
 
 - A gradient that did not exist before is dropped. The parts compute it again.
 - A gradient that the backward added to is complete, because autograd adds to a leaf once per backward. The parts do

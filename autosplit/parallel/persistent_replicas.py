@@ -332,7 +332,7 @@ class KeptReplicas:
         self.settle()
         for master in self._masters.values():
             if master.noted is None:
-                master.drop_gradients()  # a failed backward left them: a complete backward would have recorded them
+                master.drop_gradients()  # a failed backward left them: a complete backward records its gradients
 
     def _renew(self, copies: GpuCopies, kept: list[Tensor], device: int) -> None:
         stale = []

@@ -50,7 +50,7 @@ def carried(replica: nn.Module, device: torch.device) -> Callable[..., Any]:
 class _Broadcast(torch.autograd.Function):
     """Broadcast parameters from device 0 to each active device. One autograd node reduces all gradients.
 
-    `.grad` gets no gradient before all replicas have finished. Until then, the sum needs memory in addition to the
+    `.grad` gets no gradient before all replicas finish. Until then, the sum needs memory in addition to the
     first replica's gradients, and to an accumulated `.grad` (torch nn/parallel/_functions.py, Broadcast). Unlike
     torch's node, this node does not fill in zeros, so an unused parameter keeps `grad=None` and a sparse gradient stays
     sparse.

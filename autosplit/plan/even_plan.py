@@ -121,8 +121,8 @@ def _search(plan: PlanRecord, ranks: _Ranks) -> EvenProblem:
     # stay in memory during a second forward.
     accumulates = plan.accumulates and (plan.effective_batch_sizes is not None or ranks.accumulation_steps > 1)
     # A plan made by hand has no time model. Assume that the fixed time of a forward equals a third of the smallest
-    # ceiling. Then steps of up to twice the fewest forwards reach `WITHIN_REACH` of the best throughput, so they are
-    # considered.
+    # ceiling. Then steps with up to twice the minimum number of forwards reach `WITHIN_REACH` of the best
+    # throughput, so they are considered.
     curve = TimeCurve(tuple((samples, samples + min(caps) / 3) for samples in (1, 2)))
     fit = plan.fit or Fit(StepTime.bare((curve,) * len(caps), 0.0, adds_up=False))
     problem = Problem(fit, ranks.ceilings, region, True, plan.effective_batch_sizes, accumulates)

@@ -186,8 +186,8 @@ class Explanation:
         predicted_samples_per_s: The model's prediction for the plan. None if the plan has no fit.
         bounds: Limits and costs of the plan. Limits by memory and sizes come first, then costs. Each group begins with
             the largest gain. Empty if the plan has no fit, or if it is simulated and no changed machine was simulated.
-        even: Prediction for the even split that fits with the fewest forwards. None if the plan is even, the devices
-            share a CPU, there is one device, or the even split was measured.
+        even: Prediction for the even split that fits with the smallest number of forwards. None if the plan is even,
+            the devices share a CPU, there is one device, or the even split was measured.
         even_measured: The plan's batch size with an even split, if it was measured.
         alone: The throughput of each kind of device without the others, the fastest first. Empty if the devices share a
             CPU.

@@ -14,7 +14,7 @@ from autosplit.solve.split import limits_of
 from autosplit.text import counted_text, listed, ms_text, rate_text
 
 Without = tuple[What, "str | None", float]
-"""A change (as in `Bound`), its device (None for all devices), and the seconds of the step with this change."""
+"""A change (as in `Bound`), its device (None for all devices), and the time of the step with this change in seconds."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class MeasuredStep:
         precision: ``"none"``, ``"bf16"`` or ``"fp16"``.
         devices: Labels of the devices, in the order of the split. All other values per device have this order.
         device_names: Model names of the devices.
-        step_s: Seconds of the optimizer step: all forwards, backwards and the update. A real step of more than two
-            forwards is computed from shorter steps.
-        update_s: Seconds of the optimizer, included in `step_s`.
+        step_s: Time of the optimizer step in seconds: all forwards, backwards and the update. A real step of more than
+            two forwards is computed from shorter steps.
+        update_s: Time of the optimizer in seconds, included in `step_s`.
         spread_s: Standard error of `step_s`. 0 for simulated devices, whose times are exact.
         samples_per_s: Throughput, ``effective_batch_size / step_s``.
         peak_bytes: Peak memory of each device.
@@ -108,12 +108,12 @@ def bounds_of(step_s: float, samples: int, without: Iterable[Without]) -> tuple[
 def faster_devices(
     labels: Sequence[str], step_s: float, seconds: Callable[[Sequence[int]], float]
 ) -> Iterator[Without]:
-    """Yield the seconds of the step with each device twice as fast.
+    """Yield the time of the step in seconds, with each device twice as fast.
 
-    If no single faster device gains anything, also yield the seconds with all devices twice as fast.
+    If no single faster device gains anything, also yield the time with all devices twice as fast.
 
     Args:
-        seconds: Function that returns the seconds of the step if the devices at these positions are twice as fast.
+        seconds: Function that returns the time of the step if the devices at these positions are twice as fast.
     """
     found = [seconds([index]) for index in range(len(labels))]
     if len(labels) > 1 and step_s <= min(found) * (1 + BINDING_SHARE):

@@ -305,7 +305,7 @@ class Plan(PlanRecord):
 
     @property
     def max_tokens(self) -> tuple[int, ...]:
-        """The most tokens of each device at any length, with padding. Use it for trainers that need a single number.
+        """Largest number of tokens of each device at any length, with padding, for trainers that need a single number.
 
         The numbers hold for batches that are padded to at least the shortest measured length (`lengths.points`).
 

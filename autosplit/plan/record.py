@@ -138,7 +138,7 @@ class DdpPlan:
         effective_batch_size: Samples per optimizer step. 0 if there are no ranks.
         measured: Whether the throughput was measured or simulated. A single rank's throughput is from the search.
         options: Options of DistributedDataParallel.
-        least_batch: The fewest samples per rank: 2 if a BatchNorm layer gets one value per sample, otherwise 1.
+        least_batch: Smallest number of samples per rank: 2 if a BatchNorm layer gets one value per sample, else 1.
         even_samples_per_s: Predicted throughput of ranks with equal batches, for the same samples per optimizer step.
             None if it is unknown or meaningless (a single rank, or ranks that share a CPU).
         shard_size: Ranks per shard group of FSDP2 (`tune_sharded`). None if each rank has the whole model.
@@ -453,7 +453,7 @@ def shares_processor(plan: PlanRecord) -> bool:
 
 
 def least_share(plan: PlanRecord) -> int:
-    """Return the fewest samples on which a device of BalancedDataParallel trains."""
+    """Return the smallest number of samples on which a device of BalancedDataParallel trains."""
     return 1 if plan.region is None else plan.region.least_share
 
 

@@ -47,11 +47,11 @@ def find_ceiling(
             devices. ``"replica"``: another device of BalancedDataParallel. ``"eval"``: a forward without gradients of a
             model that is not trained. ``"resume"``: a DDP process with the copies of the parameters that loading a
             checkpoint leaves on the device. ``"save"``: a DDP process with copies of parameters and optimizer state,
-            which are being saved in the background.
+            which are saved in the background.
         max_batch_size: Largest batch to try.
         exact: Also run one more sample than the ceiling, which must run out of memory.
         reserve: Memory to keep free: bytes, or a fraction. Default: 5% on GPUs.
-        time_limit_s: Seconds after which no further step is run to confirm the ceiling.
+        time_limit_s: Time in seconds after which no further step is run to confirm the ceiling.
         isolate: Run the steps in a separate process, so that a crash does not end this process.
 
     Raises:

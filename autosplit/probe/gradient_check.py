@@ -40,7 +40,7 @@ PASS_S = 0.5
 """Time limit in seconds for one forward and backward during a tuning. A check has about three to ten of them."""
 
 FIRST_S = 1.0
-"""Time limit in seconds for a forward with the fewest samples. It includes the warm-up of the process."""
+"""Time limit in seconds for a forward with the smallest number of samples. It includes the warm-up of the process."""
 
 KEPT_GRADIENTS = 6
 """Number of gradient-sized tensors in memory at a time: the copy, its gradient, and the gradients to compare."""
@@ -67,7 +67,8 @@ def check(workload: Any) -> tuple[Check, ...]:
     """
     source = workload_source(workload, None, {})
     with kept_rng():
-        first = build(source, parse_devices("sim:H100-80GB"))  # For this device, a large model is built without memory.
+        # For a simulated device, a large model is built without allocating memory.
+        first = build(source, parse_devices("sim:H100-80GB"))
         needed_bytes, available_bytes = _gradients_bytes(modules_of(first.workload)), available_host_bytes()
         if needed_bytes > available_bytes:
             raise WorkloadError(
@@ -102,8 +103,8 @@ def checks_for(
     Use as many samples as one pass can process in about `PASS_S` seconds.
 
     Args:
-        rebuild: Function that builds the workload again, with memory. It is called if the workload has no memory and
-            few enough parameters.
+        rebuild: Function that builds the workload again with real tensors. It is called if the workload has no
+            real tensors and few enough parameters.
 
     Returns:
         The checks, and a note with the reason if there are none.

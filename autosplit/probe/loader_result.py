@@ -38,7 +38,7 @@ class TimedLoader:
         settings: The settings.
         samples_per_s: Samples per second while the workers run, if the batches are not used.
         error_share: Standard error of the throughput, as a fraction of the throughput.
-        start_s: Seconds to the first batch, including the start of the workers.
+        start_s: Time to the first batch in seconds, including the start of the workers.
     """
 
     settings: LoaderSettings
@@ -52,7 +52,7 @@ class MeasuredLoader:
     """The fastest settings of a data loader.
 
     Attributes:
-        settings: The settings with the fewest workers among those within 5% of the fastest.
+        settings: The settings with the smallest number of workers among those within 5% of the fastest.
         samples_per_s: Throughput with these settings, in one process.
         present: The loader's own settings, without those that have no effect on this machine.
         present_samples_per_s: Throughput with the loader's own settings. None if it was not measured, because there are

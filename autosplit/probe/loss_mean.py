@@ -82,7 +82,7 @@ class Finding(NamedTuple):
     Attributes:
         rule: One of `RULES`, `SUM` or `CROSS_ENTROPY`.
         error: Relative difference between the loss and the rule's prediction. NaN if the loss could not be examined.
-        counter: Function that counts a batch for the rule `CROSS_ENTROPY`. None for the other rules.
+        counter: Function that computes the divisor of a batch for the rule `CROSS_ENTROPY`. None for the other rules.
         reason: Why the loss could not be examined. Empty otherwise.
     """
 
@@ -93,7 +93,7 @@ class Finding(NamedTuple):
 
     @property
     def counts(self) -> Count:
-        """The function that counts a batch for the rule. For a sum, it counts samples."""
+        """Function that computes the divisor of the loss of a batch. For a sum: the number of samples."""
         return self.counter or partial(count_by, "samples" if self.rule == SUM else self.rule)
 
     def __str__(self) -> str:

@@ -41,7 +41,7 @@ def _fit_by_traces(prober: Prober, share: int, elsewhere: int, *, accumulates: b
     """Fit device 0's peak memory to three traces.
 
     At other sizes, the peak may come at another moment of the step, so the peak is only piecewise linear. Fit it near
-    the limit, with about the most samples on device 0 and on the other devices.
+    the limit, with about the largest number of samples on device 0 and on the other devices.
     """
     # A batch of one does not lie on the line through larger batches. See Note [A batch of one] in affine_traces.
     least = max(prober.least_batch(), 2 if share > 2 else 1)
@@ -94,7 +94,7 @@ def fit_by_steps(
 def room_beside(
     prober: Prober, share: int, least: tuple[int, ...], most: tuple[int, ...], *, accumulates: bool
 ) -> tuple[int, ...]:
-    """Return the most samples on the other devices that leave enough memory for device 0's own samples."""
+    """Return the largest numbers of samples on the other devices that leave enough memory for device 0's own."""
 
     def lowered(total: int) -> tuple[int, ...]:
         return proportional_split(total, tuple(max(1, n) for n in most), most)

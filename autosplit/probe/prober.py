@@ -191,8 +191,8 @@ class Prober:
         """Run a step to measure its memory, and count the steps that were run."""
         if not self.decides_by_steps:
             evaluates = shape.arrangement == "eval"
-            # The first step creates the optimizer state. Copies of the state must then fit in the second step, so one
-            # more step runs.
+            # The first step creates the optimizer state. If `fits` has "resume" or "save", the second step begins by
+            # making their copies. So only a third step finds the memory unchanged, which ends the measurement.
             first = 3 if copying(self.tracer.workload.fits) else 2
             self.count(1 if self._has_state or evaluates else first)
             self._has_state = self._has_state or not evaluates
@@ -239,17 +239,17 @@ class Prober:
         return self._measured[shape]
 
     def micro_seconds(self, shape: StepShape, *, budget_s: float) -> float:
-        """Return the seconds of a step of one micro-step, without its optimizer."""
+        """Return the time of a step of one micro-step in seconds, without its optimizer."""
         measured = self.measured(shape, budget_s=budget_s)
         return max(1e-9, measured.seconds - measured.update_s)
 
     def rank_seconds(self, index: int, samples: int, *, budget_s: float) -> float:
-        """Return the seconds of a micro-step of one device as a DDP rank."""
+        """Return the time of a micro-step of one device as a DDP rank, in seconds."""
         self.report(f"timing {samples} sample{'s' * (samples > 1)} on {self.runtime.devices[index].label}")
         return self.micro_seconds(self.shapes(index, "rank", (), False)(samples), budget_s=budget_s)
 
     def update_seconds(self) -> float:
-        """Return the optimizer's seconds from the steps that were timed. They do not depend on the batch."""
+        """Return the optimizer's time in seconds, from the timed steps. It does not depend on the batch."""
         timed = (measured.update_s for shape, measured in self._measured.items() if shape.updates)
         return min(timed, default=0.0)
 
@@ -260,7 +260,7 @@ class Prober:
         micro-step. All other micro-steps are equal.
 
         Args:
-            copies_s: Seconds that a step spends on copies of parameters and gradients, once for all its micro-steps.
+            copies_s: Time in seconds that a step spends copying parameters and gradients, once for all its micro-steps.
         """
         if self.runtime.simulated:
             return self.measured(StepShape(splits), budget_s=budget_s)

@@ -59,8 +59,8 @@ class Request:
 
     Attributes:
         capacities_bytes: Memory that training may use on each device, without the reserve.
-        effective_batch_sizes: The fewest and the most samples per optimizer step, equal for an exact number. None for
-            one forward of any size.
+        effective_batch_sizes: Smallest and largest number of samples per optimizer step, equal for an exact number.
+            None for one forward of any size.
         max_batch_size: Largest batch of a forward. None for no limit.
         deadline: The time after which no trial begins.
         storage: Optuna URL of the study. None to keep the study in memory.
@@ -103,7 +103,7 @@ class Request:
 
     @property
     def least_effective(self) -> int:
-        """The fewest samples of an optimizer step. 1 without an effective batch size."""
+        """The smallest number of samples of an optimizer step. 1 without an effective batch size."""
         return 1 if self.effective_batch_sizes is None else self.effective_batch_sizes[0]
 
     def facts(self) -> dict[str, Any]:

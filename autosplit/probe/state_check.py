@@ -31,7 +31,7 @@ def state_check(names: Sequence[str], whole: State, cut: Sequence[State]) -> Che
 
     Args:
         whole: The buffers after the whole batch.
-        cut: The buffers after the batch was split over devices and, if that was run, after it was accumulated.
+        cut: The buffers after the batch is split over devices and, if that is run, after it is accumulated.
     """
     errors = [max(_difference(whole[name], state.get(name)) for name in names) for state in cut]
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""

@@ -21,7 +21,7 @@ def timed_sizes(
 
     Args:
         role: ``"rank"``, ``"primary"``, or ``"replica"``. A replica without device 0 is timed without an optimizer.
-        budget_s: Seconds for repeating each step.
+        budget_s: Time in seconds for repeating each step.
         alone: Time a replica without device 0, so that neither copies nor the gather count. Without device 0, the
             replica needs more memory at once than its part of a step.
 

@@ -54,7 +54,7 @@ def nearest_note(
 
     Args:
         remembered: The profiles, the newest first. Unreadable profiles are skipped.
-        ignoring: Parts of the workload. A plan with no other differences is skipped.
+        ignoring: Parts of the workload to ignore. A plan that differs only in these parts is skipped.
     """
     found: list[tuple[int, Path, list[str]]] = []
     for path, plan in remembered:

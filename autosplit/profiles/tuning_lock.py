@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     import filelock
 
 WAIT_LIMIT_S = 1800.0
-"""Maximum seconds to wait without a time limit. A tuning that takes longer probably hangs."""
+"""Maximum wait in seconds without a time limit. A tuning that takes longer probably hangs."""
 
 LEAST_WAIT_S = 60.0
-"""Minimum seconds to wait with a time limit. The wait is twice the limit, which applies only to a tuning's trials."""
+"""Minimum wait in seconds with a time limit. The wait is twice the limit, which applies only to a tuning's trials."""
 
 POLL_S = 0.1
-"""Seconds between two attempts to acquire a lock."""
+"""Time in seconds between two attempts to acquire a lock."""
 
 _HOLDER = re.compile(r"(\d{1,10}) ([\w.-]{1,200}) (\d\d:\d\d:\d\d)", re.ASCII)
 """Content of a lock file: process, machine and start time of its holder."""
@@ -43,7 +43,7 @@ class WaitingWarning(UserWarning):
 
 
 def wait_limit_s(remaining_s: float | None) -> float:
-    """Return the maximum seconds to wait for another process, given the rest of the time limit (or None)."""
+    """Return the maximum wait for another process in seconds, given the rest of the time limit (or None)."""
     return WAIT_LIMIT_S if remaining_s is None else max(LEAST_WAIT_S, 2 * remaining_s)
 
 
@@ -56,7 +56,7 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
         trouble: The reason why there is no lock file.
 
     Attributes:
-        waited_s: Seconds spent waiting.
+        waited_s: Time spent waiting, in seconds.
         trouble: The reason why this process cannot wait, or None.
         gave_up: A message if the limit ended the wait, or None.
     """

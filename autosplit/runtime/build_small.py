@@ -1,6 +1,6 @@
 """Build a model or workload with real memory, and stop if it grows too large.
 
-Building without memory makes torch load its compiler, which takes as long as loading torch.
+Building without allocating memory makes torch load its compiler, which takes as long as loading torch.
 """
 
 from __future__ import annotations

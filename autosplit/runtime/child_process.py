@@ -29,10 +29,10 @@ UNHURRIED_S = 600.0
 """Default time limit of a call: NCCL's timeout for a rank that hangs."""
 
 _CLOSING_S = 5.0
-"""Maximum seconds between a request to stop and the end of the process."""
+"""Maximum time in seconds between a request to stop and the end of the process."""
 
 _LOOK_S = 1.0
-"""Seconds between checks of a silent process. Its forked children keep its pipes open after it dies."""
+"""Time in seconds between checks of a silent process. Its forked children keep its pipes open after it dies."""
 
 _SENT_AT_ONCE_BYTES = 4096
 """Number of bytes that every pipe accepts while its reader is still starting."""
@@ -91,7 +91,7 @@ class Child:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process if there is none. Return before it has loaded."""
+        """Start the process if there is none. Return before it finishes loading."""
         if self._process is not None:
             return
         self._waiting = self._waiting or _pickled(self._make)
@@ -123,7 +123,7 @@ class Child:
         """Wait until the object is made. Start a process if there is none. Kill the process after the time limit.
 
         Raises:
-            ChildLostError: The process ended, or was killed, before the object was made.
+            ChildLostError: The process ended, or was killed, before it made the object.
         """
         self.start()
         if self._is_ready:
@@ -150,7 +150,7 @@ class Child:
         return self._result(limit_s, data)
 
     def close(self) -> None:
-        """Stop the process. If it does not wait for a call, kill it."""
+        """Stop the process. If it is busy with a call, kill it."""
         if self._process is not None and self._pipe is not None and self._is_ready:
             with suppress(OSError):
                 self._pipe.send_bytes(b"")

@@ -242,7 +242,9 @@ def _cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Run the loss of halves as CUDA's autocast does: log_softmax in half, then a loss in float32 (native/LossNLL.cpp).
+    """Compute the loss of half-precision inputs as CUDA's autocast does.
+
+    That is log_softmax in half precision, then a loss in float32 (native/LossNLL.cpp).
 
     The CPU's autocast casts the logits, which doubles their memory.
     """

@@ -24,7 +24,7 @@ def fake_mode() -> FakeTensorMode:
 
 
 def built_without_memory(build: Callable[[], Any], mode: FakeTensorMode) -> Any:
-    """Call a function so that its tensors need no memory.
+    """Call a function so that its tensors allocate no memory.
 
     Try fake tensors, then the meta device. With fake tensors, torch cannot convert a module's dtype in place
     (`model.half()`). Meta tensors cannot be copied.

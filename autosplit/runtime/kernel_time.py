@@ -132,7 +132,7 @@ def work_codes(labels: Sequence[tuple[str, str, Part]]) -> Codes:
 def kernel_seconds(
     numbers: Numbers, codes: Codes, spec: GpuSpec, rates: KernelRates | None = None, *, fused_share: float = 1.0
 ) -> Numbers:
-    """Return the seconds of each kernel on a GPU. All kernels belong to one step, because they share a power limit.
+    """Return the time of each kernel on a GPU in seconds. All kernels belong to one step, as they share a power limit.
 
     Args:
         fused_share: For a compiled model, the time of kernels without products as a fraction of their eager time. See
@@ -214,7 +214,7 @@ def host_seconds(
     rates: KernelRates | None = None,
     fused_share: float = 1.0,
 ) -> Numbers:
-    """Return the seconds that the host takes to start each kernel.
+    """Return the time in seconds that the host takes to start each kernel.
 
     Args:
         replicas: Number of replicas that this process trains. One interpreter starts their forward ops in turn. Each

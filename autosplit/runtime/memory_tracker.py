@@ -462,7 +462,7 @@ class Tracker(TorchDispatchMode, Placement):
             self._account.append((place, place.device, -nbytes, -exact_bytes))
 
     def _release(self, key: int) -> None:
-        held = self._held.pop(key, None)  # None if an interrupt came before its record was made
+        held = self._held.pop(key, None)  # None if an interrupt came before the record was made
         if held is not None and held.device >= 0:
             self._uncharge(held, held.nbytes, held.exact_bytes)
 

@@ -78,7 +78,7 @@ class Work:
         return Work(self.device, self.numbers[:, own], self.labels[own], self.codes[:, own])
 
     def seconds(self, spec: GpuSpec) -> float:
-        """Return the seconds of all kernels on a GPU that never waits for the host."""
+        """Return the time of all kernels on a GPU that never waits for the host, in seconds."""
         return float(kernel_seconds(self.numbers, self.codes, spec).sum())
 
 
@@ -87,8 +87,8 @@ class Load:
     """The time of a list of kernels on a GPU whose host starts them one after another.
 
     Attributes:
-        busy_s: Seconds that the GPU computes.
-        end_s: Seconds from the host's first start to the end of the last kernel, on an idle GPU.
+        busy_s: Time that the GPU computes, in seconds.
+        end_s: Time in seconds from the host's first start to the end of the last kernel, on an idle GPU.
     """
 
     busy_s: float

@@ -57,7 +57,7 @@ class Followed:
 
     Attributes:
         isolated: Runs real steps in a separate process. None if they run in this process.
-        rebuild: Builds the workload again with memory. None if it already has memory.
+        rebuild: Builds the workload again with real tensors. None if it already has real tensors.
     """
 
     workload: Workload
@@ -187,7 +187,7 @@ def _changed(source: Source, changes: Mapping[str, Any]) -> Source:
 
 
 def build(source: Source, devices: Sequence[Device]) -> Built:
-    """Build the workload. For simulated GPUs, build a large workload without memory if possible.
+    """Build the workload. For simulated GPUs, build a large workload without allocating memory, if possible.
 
     Raises:
         UserCodeError: The function raised.
@@ -246,7 +246,8 @@ def follow(
     """Trace one step of a workload.
 
     Args:
-        built: The workload. If it was built without memory and cannot be traced, it is built again with memory.
+        built: The workload. If it was built without allocating memory and cannot be traced, it is built again with
+            real tensors.
         closing: Receives clean-up callbacks, such as the restoration of a borrowed model.
         described: A key that is equal for equal workloads. `followed_once` shares traces by this key.
 

@@ -161,7 +161,7 @@ class Tracer:
         )
 
     def trace(self, shape: StepShape, first: StepShape | None = None) -> Trace:  # noqa: ARG002  # as `AffineTraces`
-        """Return the trace of an optimizer step on simulated devices without memory limits. Run each step only once.
+        """Return the trace of an optimizer step on simulated devices with unlimited memory. Run each step only once.
 
         Args:
             shape: A step of one micro-step. With `accumulates`, it adds to gradients of earlier micro-steps.

@@ -50,7 +50,8 @@ class EvenProblem:
         """Return the settings nearest to the requested step, or None if a rank fits no batch.
 
         Only settings with at least `WITHIN_REACH` of the best predicted throughput count. Among them, prefer a step of
-        allowed size, then the smallest distance from the requested size, then the fastest, then the fewest forwards.
+        allowed size, then the smallest distance from the requested size, then the fastest, then the smallest number of
+        forwards.
         """
         found = self._candidates()
         enough = WITHIN_REACH * max((even.samples_per_s or 0.0 for even in found), default=0.0)

@@ -27,11 +27,11 @@ def fastest_split(
     """Find the split whose slowest device finishes first, with at most `caps` samples per device.
 
     Give each next sample to the device that would finish it first. This is optimal if no time falls with the batch
-    size. On a tie, prefer the device with the fewest samples, then the lowest index. So a flat part of a curve does not
-    pile samples on one device. For a large batch, bisect the finish time first, with the same result.
+    size. On a tie, prefer the device with the smallest number of samples, then the lowest index. So a flat part of a
+    curve does not pile samples on one device. For a large batch, bisect the finish time first, with the same result.
 
     Args:
-        times: For each device, the seconds of n samples: 0 for n = 0, finite, and never falling up to the cap.
+        times: For each device, the time of n samples in seconds: 0 for n = 0, finite, and never falling up to the cap.
         floors: Minimum samples of each device. Default: 0.
 
     Raises:

@@ -239,7 +239,7 @@ class Region:
         return (batch_size, batch_size) if batch_size <= self.primary_ceiling else None
 
     def primary_most(self, batch_size: int) -> int:
-        """Return the most samples that fit on device 0 in a batch of this size, or -1 if the outputs don't fit."""
+        """Return the largest number of samples that fit on device 0 in such a batch. -1 if the outputs don't fit."""
         if not self.replica_ceilings:
             return self.primary_ceiling
         left = self.primary_capacity_bytes - self.primary.peak_bytes(0, batch_size)

@@ -101,7 +101,7 @@ class LengthPlan:
         return 1 / self._at(length, lambda point: 1 / point.times)
 
     def batch_seconds(self, num_samples: int, length: int, batch_size: int) -> float:
-        """Predict the seconds of a batch from a line through the two batch sizes timed at its length."""
+        """Predict the time of a batch in seconds, from a line through the two batch sizes timed at its length."""
         own_s = batch_size * self._at(length, lambda point: 1 / point.own_samples_per_s)
         least_s, most = own_s * num_samples / batch_size, self.times_at(length) * batch_size
         if most <= batch_size:
@@ -111,11 +111,14 @@ class LengthPlan:
         return max(line_s, least_s) if num_samples < batch_size else line_s
 
     def split_of(self, length: int, split: Sequence[int]) -> tuple[int, ...]:
-        """Return the most samples of this length for each device. `split` is for the greatest length."""
+        """Return the largest number of samples of this length for each device.
+
+        `split` has the numbers for the greatest length.
+        """
         return scaled(split, self.times_at(length))
 
     def tokens_of(self, share: int) -> int:
-        """Return the most tokens, with padding, on a device that gets `share` samples of the greatest length.
+        """Return the largest number of tokens, with padding, on a device with `share` samples of the greatest length.
 
         The result holds for samples at least as long as the shortest measured length. With attention scores in memory,
         fewer tokens fit at a greater length. Without them, more tokens fit. So the minimum is at one of the measured

@@ -145,7 +145,7 @@ class Problem:
         return effective_batch_size / self.step_time.counted_seconds(counted)
 
     def even(self, effective_batch_size: int) -> Solution | None:
-        """Return the fastest even split with the fewest forwards, or None if none fits.
+        """Return the fastest even split with the smallest number of forwards, or None if none fits.
 
         Either all forwards except the last have the largest size that fits, or all have about the same size. Without an
         effective batch size in the problem, the step is one forward of any size.

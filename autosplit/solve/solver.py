@@ -174,7 +174,7 @@ class Solver:
         return own_s / most + time.gather_s_per_sample[other + 1]
 
     def _in_order(self, split: tuple[int, ...], ceilings: tuple[int, ...]) -> tuple[int, ...]:
-        """Among identical devices, give the last the most samples.
+        """Among identical devices, give the last device the largest number of samples.
 
         That device computes while the outputs of the others are gathered.
         """

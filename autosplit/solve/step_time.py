@@ -29,7 +29,7 @@ from msgspec import Meta
 
 @dataclass(frozen=True)
 class TimeCurve:
-    """Seconds of a micro-step on one device by number of samples: lines between measured points.
+    """Time of a micro-step on one device, in seconds, by number of samples: lines between measured points.
 
     Attributes:
         points: Measured ``(samples, seconds)``, at least one, in ascending order of samples.
@@ -55,7 +55,7 @@ class TimeCurve:
         return (t1 - t0) / (n1 - n0)
 
     def __call__(self, samples: int) -> float:
-        """Predict the seconds of a micro-step: 0 for 0 samples, linear beyond the last point."""
+        """Predict the time of a micro-step in seconds: 0 for 0 samples, linear beyond the last point."""
         if samples == 0:
             return 0.0
         points = self.points
@@ -69,7 +69,10 @@ class TimeCurve:
         return t0 + (t1 - t0) * (samples - n0) / (n1 - n0)
 
     def most_within(self, seconds: float, least: int, most: int) -> int:
-        """Return the most samples in `least` ... `most` that take at most `seconds`, or `least` if all take longer."""
+        """Return the largest number of samples in `least` ... `most` that take at most `seconds`.
+
+        Return `least` if all numbers take longer.
+        """
         after = bisect.bisect_right(self.points, seconds, key=operator.itemgetter(1))
         if after == len(self.points):
             slope = self.seconds_per_sample
@@ -97,18 +100,18 @@ class StepTime:
     Attributes:
         leaves_out: Whether a device without samples costs nothing.
         curves: For each device, the compute time when no other device runs.
-        copies_s: For each device, seconds to broadcast the parameters to it and to reduce its gradients to device 0.
+        copies_s: For each device, time in seconds to broadcast parameters to it and reduce its gradients to device 0.
             Spent once per step, or in every micro-step if `keeps` is False. All links copy at the same time. Device 0's
             entry is 0.
-        gather_s_per_sample: For each device, seconds that each of its samples adds to a micro-step on several devices:
-            scatter, gather and the loss over the gathered outputs. Device 0's entry is 0.
-        update_s: Seconds of the optimizer, once per step.
+        gather_s_per_sample: For each device, time in seconds that each of its samples adds to a micro-step on several
+            devices: scatter, gather and the loss over the gathered outputs. Device 0's entry is 0.
+        update_s: Time of the optimizer in seconds, once per step.
         adds_up: Whether the devices share one CPU, so that their times add up.
         contention: Factor on the slowest device's time when several devices run. It is above 1 if they share a bus, a
             CPU or a power supply, and below 1 if copies overlap with computation.
         keeps: Whether replicas persist through all micro-steps of a step.
-        host_s: Seconds that the host takes to start one device's micro-step, one device after another.
-        lead_s: Seconds of host time that overlap with the last backward, because the host also starts that backward.
+        host_s: Time in seconds that the host takes to start one device's micro-step, one device after another.
+        lead_s: Host time in seconds that overlaps with the last backward, because the host also starts that backward.
     """
 
     leaves_out: ClassVar[bool] = True
@@ -134,11 +137,11 @@ class StepTime:
         return cls(curves, (0.0,) * len(curves), (0.0,) * len(curves), update_s, adds_up)
 
     def seconds(self, splits: Sequence[Sequence[int]]) -> float:
-        """Predict the seconds of an optimizer step from the split of each micro-step."""
+        """Predict the time of an optimizer step in seconds, from the split of each micro-step."""
         return self.counted_seconds(Counter(tuple(split) for split in splits))
 
     def counted_seconds(self, counted: Mapping[tuple[int, ...], int]) -> float:
-        """Predict the seconds of an optimizer step.
+        """Predict the time of an optimizer step in seconds.
 
         Args:
             counted: Number of micro-steps with each split. The last entry is the split of the last micro-step.
@@ -167,7 +170,7 @@ class StepTime:
         return path[0] + copies_s / 2, *path[1:]
 
     def copying_s(self, splits: Sequence[Sequence[int]]) -> float:
-        """Predict the seconds that an optimizer step spends on copies of parameters and gradients."""
+        """Predict the time that an optimizer step spends on copies of parameters and gradients, in seconds."""
         return self._counted_copying_s(Counter(tuple(split) for split in splits))
 
     def _counted_copying_s(self, counted: Mapping[tuple[int, ...], int]) -> float:
@@ -186,8 +189,9 @@ class StepTime:
         Args:
             measured: One or two pairs ``(split, seconds without the optimizer)`` of a step of one micro-step. The
                 second pair has more samples on the device.
-            further: A split, and the seconds that a second micro-step with this split adds. They limit the gather. In
-                a small first micro-step, host time may hide the copies, so `measured` gives too large a slope.
+            further: A split, and the time in seconds that a second micro-step with this split adds. This time
+                limits the gather. In a small first micro-step, host time may hide the copies, so `measured` gives too
+                large a slope.
         """
         bare, slope = self.with_costs_of(index, 0.0, 0.0), 0.0
         (few, few_s), (many, many_s) = measured[0], measured[-1]
@@ -203,7 +207,11 @@ class StepTime:
         return self.with_costs_of(index, bare.copies_of(many, many_s), slope)
 
     def copies_of(self, split: Sequence[int], seconds: float) -> float:
-        """Return the seconds of copies in a step of one micro-step, from its seconds without the optimizer."""
+        """Return the time of copies in a step of one micro-step, in seconds.
+
+        Args:
+            seconds: Time of the step without the optimizer.
+        """
         free = replace(self, copies_s=(0.0,) * len(self.curves), update_s=0.0)
         by_devices = replace(free, host_s=0.0).seconds([split])
         return max(0.0, min(seconds - by_devices, 2 * (seconds - free.seconds([split]))))
@@ -247,7 +255,7 @@ class StepTime:
         )
 
     def _amounts(self, split: Sequence[int]) -> tuple[float, float, float, int]:
-        """Return seconds of gather, seconds that contention scales, other seconds, and the number of replicas."""
+        """Return times in seconds (gather, time that contention scales, other time), and the number of replicas."""
         if not any(split[1:]):
             return 0.0, 0.0, self.curves[0](split[0]), 0
         pairs = list(zip(self.curves, split, strict=True))
@@ -328,8 +336,8 @@ class Residual:
     Attributes:
         split: Samples per device in a full forward.
         accumulation_steps: Forwards per optimizer step.
-        measured_s: Measured seconds of the optimizer step.
-        predicted_s: Predicted seconds of the optimizer step.
+        measured_s: Measured time of the optimizer step, in seconds.
+        predicted_s: Predicted time of the optimizer step, in seconds.
     """
 
     split: tuple[int, ...]
@@ -344,7 +352,7 @@ class Fit:
 
     Attributes:
         step_time: The time of a BalancedDataParallel step. Predictions of DDP steps use the same curves.
-        all_reduce_s: Seconds of DDP's all-reduce of the gradients when nothing else runs.
+        all_reduce_s: Time of DDP's all-reduce of the gradients when nothing else runs, in seconds.
         residuals: All trials that ran, in order, with the predictions of the final fit.
     """
 
@@ -359,7 +367,7 @@ class Fit:
         return Fit(bare, self.all_reduce_s if len(curves) > 1 else 0.0)
 
     def rank_seconds(self, counted: Mapping[tuple[int, ...], int], least_batch: int = 1) -> float:
-        """Predict the seconds of a DDP step.
+        """Predict the time of a DDP step in seconds.
 
         Args:
             counted: Number of forwards with each split over the ranks. The last entry is the split of the last forward.
@@ -386,7 +394,7 @@ BACKWARD_SHARE = 2 / 3
 def overlapped_seconds(
     compute_s: Sequence[float], all_reduce_s: float, update_s: float, last_backward_s: float
 ) -> float:
-    """Return the seconds of a DDP step: slowest rank, the part of the all-reduce that is not hidden, and update.
+    """Return the time of a DDP step in seconds: slowest rank, part of the all-reduce that is not hidden, and update.
 
     DDP reduces a bucket as soon as its gradients are ready. So the last micro-step's backward can hide the all-reduce
     of all but the last buckets (torch nn/parallel/distributed.py: buckets in reverse order of the forward).

@@ -88,7 +88,10 @@ def _steadied(timed: Sequence[TimedSize]) -> Sequence[TimedSize]:
 
 
 def _line(timed: Sequence[TimedSize]) -> tuple[float, float] | None:
-    """Fit fixed seconds (0 or more) and seconds per sample by relative least squares. None if the time falls."""
+    """Fit a fixed time (0 or more) and a time per sample, in seconds, by relative least squares.
+
+    Return None if the time falls.
+    """
     # Each size t(n) gives the row ``fixed / t + per_sample * n / t = 1``.
     rows = [(1 / size.seconds, size.samples / size.seconds) for size in timed]
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))

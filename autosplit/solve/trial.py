@@ -63,9 +63,9 @@ def best_trial(
 ) -> Trial | None:
     """Return the best trial, or None if no trial ran.
 
-    Choose among the trials that are as fast as the fastest within their errors. Prefer the fewest micro-steps, then
-    equal micro-steps (the smallest ones), then the highest prediction. Without an effective batch size, choose the
-    smallest `batch_size` with at least `KNEE_SHARE` of the highest samples/s.
+    Choose among the trials that are as fast as the fastest within their errors. Prefer the smallest number of
+    micro-steps, then equal micro-steps (the smallest ones), then the highest prediction. Without an effective batch
+    size, choose the smallest `batch_size` with at least `KNEE_SHARE` of the highest samples/s.
 
     Args:
         rate: Function that predicts the samples/s of a configuration, to order trials that differ only by noise.

@@ -145,7 +145,7 @@ def solved_ranks(
     all_reduce_s: float,
     least_batch: int,
 ) -> DdpPlan:
-    """Solve DDP's batch sizes from each device's ceiling and times as a rank.
+    """Solve for DDP's batch sizes from each device's ceiling and times as a rank.
 
     If DDP is not possible, return a `DdpPlan` with the reason.
     """

@@ -38,7 +38,7 @@ class Measured:
     """The measurements of one rank on its own device.
 
     Attributes:
-        timed: Seconds of a micro-step, by number of samples.
+        timed: Time of a micro-step in seconds, by number of samples.
         unused: Whether a trainable parameter got no gradient.
     """
 

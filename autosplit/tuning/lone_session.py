@@ -1,4 +1,4 @@
-"""Tune in one process: measure all devices, and search the split or solve DDP's batch sizes."""
+"""Tune in one process: measure all devices, and search the split or solve for DDP's batch sizes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ EXACT_PATIENCE = 1
 """`proposals.PATIENCE` for exact times. Then the solver's result and its neighbours are enough."""
 
 MOST_SOLVED = 4
-"""Largest number of rounds of solving and timing DDP's batch sizes. Each round changes the batch sizes less."""
+"""Largest number of rounds. A round solves for DDP's batch sizes and times them. Later rounds change them less."""
 
 UNTIMED = TimedSize(1, 1.0)
 """The time of a device that could not be timed: one second per sample."""
@@ -144,7 +144,7 @@ class LoneSession(Session):
         return replace(plan, changes=simulated_changes(plan, self.runtime, deadline_s=self.request.deadline.end_s))
 
     def _ddp_plan(self) -> Plan:
-        """Solve DDP's batch sizes from measurements of single devices. No trials are run."""
+        """Solve for DDP's batch sizes from measurements of single devices. No trials are run."""
         ranks = self.memory.of_ranks()
         step_time = self._rank_time(self._curves(ranks), [rank.batch_size for rank in ranks])
         ddp, step_time = self._solved_ranks(ranks, step_time)
@@ -254,7 +254,7 @@ class LoneSession(Session):
         """Time two steps of device 0 and one other device with equal samples: a small step, and the largest that fits.
 
         Returns:
-            Both steps, and the seconds of one more micro-step of the largest step.
+            Both steps, and the time of one more micro-step of the largest step, in seconds.
         """
         least = self.prober.least_batch()
         region = space.region
@@ -304,7 +304,7 @@ class LoneSession(Session):
     # DDP
 
     def _solved_ranks(self, ranks: tuple[Ceiling, ...], step_time: StepTime) -> tuple[DdpPlan, StepTime]:
-        """Solve DDP's batch sizes, and time each rank at its own batch size. Return the settings and the time model.
+        """Solve for DDP's batch sizes, and time each rank at its own. Return the settings and the time model.
 
         Without these times, the curves would be interpolated at the batch sizes, and the predicted samples/s would be
         inexact.

@@ -263,7 +263,10 @@ def _balanced(session: LoneSession, asked: _Configuration) -> _Found:
 
 
 def _copies_s(session: LoneSession, asked: _Configuration) -> float:
-    """Compute the seconds of copies in a step of many forwards, from real steps of one forward and of two."""
+    """Estimate the time spent copying in a step of many forwards, in seconds.
+
+    The estimate comes from measured steps with one and with two forwards.
+    """
     runtime = session.runtime
     if asked.accumulation_steps < 3 or runtime.simulated or runtime.shares_processor or not any(asked.split[1:]):
         return 0.0
@@ -274,7 +277,7 @@ def _copies_s(session: LoneSession, asked: _Configuration) -> float:
 
 
 def _real_without(session: LoneSession, asked: _Configuration, measured: Measurement) -> Iterator[Without]:
-    """Yield the predicted seconds of a real step without each of its time costs.
+    """Yield the predicted time of a real step without each of its time costs, in seconds.
 
     The predictions use the time that each device needs for its samples while the other devices are idle.
     """

@@ -32,10 +32,10 @@ MOST_LOOKED_AT = 200
 """Largest number of profiles that are compared to find the most similar profile. The newest are compared first."""
 
 JOB_SLICE_S = 0.5
-"""Seconds between the messages that rank 0 sends to the other ranks while it waits for another process."""
+"""Time in seconds between the messages that rank 0 sends to the other ranks while it waits for another process."""
 
 STEP_BUDGET_S = 1.0
-"""Seconds for repeating the step of a plan that was solved again, to measure its throughput."""
+"""Time in seconds for repeating the step of a plan that was solved again, to measure its throughput."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def simulated_changes(
 ) -> tuple[Change, ...] | None:
     """Simulate machines that each lack one of the plan's bounds, and machines with a single device of each kind.
 
-    Return None if the plan has no splits or no fit, or if the time limit ended before all machines were simulated.
+    Return None if the plan has no splits or no fit, or if the time limit ends before all machines are simulated.
     """
     problem = problem_of(plan)
     if problem is None or plan.region is None:

@@ -57,7 +57,7 @@ class Session(ABC):
     """
 
     solver: Solver
-    """Predicts step times. Available after the devices were measured."""
+    """Predicts step times. Available after the devices have been measured."""
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ class TuningInterrupted(KeyboardInterrupt):
     """The tuning was interrupted by Ctrl-C.
 
     Attributes:
-        plan: The best plan so far. None if no trial had succeeded.
+        plan: The best plan so far. None if no trial has succeeded.
         path: The profile with this plan. None if it was not saved.
     """
 
@@ -130,8 +130,8 @@ def tune(
         make_batch: ``make_batch(n)``; with `lengths`, ``make_batch(n, length=length)``.
         devices: Devices such as ``"cuda:0,1"``, ``"cpu:2GiB,cpu:1GiB"`` or ``"sim:2xA100-40GB+1xRTX3090"``. Default:
             every visible GPU, or the CPU if there is none.
-        strategy: ``"auto"`` and ``"balanced"`` search the split of BalancedDataParallel, and also solve the batch sizes
-            for DDP. ``"ddp"`` plans for DDP only, and the plan's split has the ranks' batch sizes. In one process,
+        strategy: ``"auto"`` and ``"balanced"`` search the split of BalancedDataParallel, and also solve for DDP's
+            batch sizes. ``"ddp"`` plans for DDP only, and the plan's split has the ranks' batch sizes. In one process,
             DDP's plan is computed from measurements of single devices. Its samples/s are predicted, and there are no
             trials. In a job (torchrun, Slurm, or an existing process group), call `tune` on every rank. The ranks
             measure their devices at the same time, rank 0 searches, all ranks run the trials together, and every rank
@@ -142,13 +142,13 @@ def tune(
         effective_batch_size: Samples per optimizer step, which the plan has exactly. Or a range such as ``(256, 1024)``
             or ``"256:1024"``. The plan has the fastest size of the range. Default: one forward per step, with the
             smallest batch that has 97% of the best throughput.
-        max_batch_size: The most samples per forward.
+        max_batch_size: Largest number of samples per forward.
         reserve: Memory to keep free on every device: bytes, ``"1GiB"``, or a fraction (``0.05``, ``"5%"``). Default: 5%
             on GPUs.
-        n_trials: The most trials of the search.
-        time_limit_s: Seconds after which no further trial begins. At least one trial is run. After this time, fewer
-            sizes are measured for it. Waiting for another process does not count. With `isolate`, a step that hangs is
-            also ended.
+        n_trials: Largest number of trials of the search.
+        time_limit_s: Time in seconds after which no further trial begins. At least one trial is run. After this time,
+            fewer sizes are measured for it. Waiting for another process does not count. With `isolate`, a step that
+            hangs is also ended.
         storage: An Optuna storage URL that stores the study. Trials that are enqueued in it (`gpu0_bsz`, `batch_size`,
             `accumulation_steps`; missing values are drawn) are run first. The storage is not used if a stored plan is
             returned.
@@ -176,7 +176,7 @@ def tune(
             unchanged.
         fits: Tasks that must fit into memory in addition to training. ``"resume"``: a loaded checkpoint that stays on
             the device (a checkpoint that is loaded to the host needs nothing). ``"save"``: a copy of model and
-            optimizer that is being saved during training. ``"eval"``: evaluation; `Plan.fits` has the largest batch of
+            optimizer that is saved during training. ``"eval"``: evaluation; `Plan.fits` has the largest batch of
             each device, next to the memory that a DDP rank keeps. Pass several as a tuple or a comma-separated text.
             Default: none.
         progress: Function that is called with a `Progress` from time to time. Default: a bar in a notebook, a line on a
@@ -405,7 +405,7 @@ def _tuned_variant(tuning: _Tuning, number: int) -> Plan:
             return _tuned(tuning, number)
     except TuningInterrupted:
         raise
-    except KeyboardInterrupt:  # Ctrl-C came before there was a plan.
+    except KeyboardInterrupt:  # Ctrl-C came before any plan was found.
         raise TuningInterrupted(None) from None
 
 

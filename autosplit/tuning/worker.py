@@ -323,7 +323,7 @@ def drive(worker: Worker, run: Callable[[Workers], T]) -> T:
     try:
         value = run(workers)
     except (Exception, KeyboardInterrupt) as error:
-        # After Ctrl-C between two messages, or the loss of a rank, the other ranks do not wait for a last message.
+        # After Ctrl-C between two messages, or the loss of a rank, the other ranks expect no last message.
         if worker.job.several and not peers.is_cut_off(error):
             _leave(peers, workers.end_for(error))
         raise

@@ -25,8 +25,8 @@ from autosplit.errors import is_installed
 
 _DEPTH = 16
 _VALUES = 20_000  # in total, to stay fast if a function refers to a large data set
-_ITEMS = 256  # the most items of a container that a description contains
-_CHARACTERS = 1000  # the most characters of a string that a description contains
+_ITEMS = 256  # largest number of items of a container in a description
+_CHARACTERS = 1000  # largest number of characters of a string in a description
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _PLAIN = (bool, int, float, str)
 _RECORDS = (SimpleNamespace, argparse.Namespace)  # standard-library containers for the user's values
@@ -210,7 +210,7 @@ def tensors_in(module: Any) -> list[Any]:
 
 
 def text_of(module: Any) -> str:
-    """Return the `repr` of a model without memory addresses. If it raises an error, return the class name."""
+    """Return the `repr` of a model, with its memory addresses removed. If it raises an error, return the class name."""
     try:
         return _ADDRESS.sub("0x", repr(module))
     except Exception:  # noqa: BLE001 (a user's extra_repr may raise anything, and a report must not fail for it)

@@ -84,7 +84,7 @@ def tune(
         failed(text, EXIT_INTERRUPTED)
     print_plan(plan, _origin(spec, plan, keywords, model_options, saved), manner)
     if unsaved is not None:
-        raise unsaved  # raise only after the plan was printed
+        raise unsaved  # raise only after the plan is printed
     return 0 if interrupted is None else EXIT_INTERRUPTED
 
 
