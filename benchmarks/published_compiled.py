@@ -119,9 +119,9 @@ STEPS = (
 
 
 NOT_COMPARED = {
-    "modded-nanogpt, December 2024 and later": "FlexAttention over packed documents, 8-bit products from 2025",
+    "modded-nanogpt, December 2024 and later": "FlexAttention over packed documents, 8-bit matrix products from 2025",
     "llm.c": "not torch",
-    "nanochat d26 in fp8, Megatron-Bridge's data-parallel rows": "8-bit products",
+    "nanochat d26 in fp8, Megatron-Bridge's data-parallel rows": "8-bit matrix products",
     "Megatron-Bridge's mixtures of experts": "expert parallelism",
     "fms-fsdp Llama 2 13B to 70B": "selective checkpointing, whose layers are not stated",
     "Stable Diffusion 2 on 32 to 256 A100, BERT on 4 to 64 GPUs": "several machines, whose links are not stated",

@@ -33,7 +33,7 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
         if name.startswith("torch.distributed.elastic"):  # it repeats the errors of the processes
             logging.getLogger(name).setLevel(logging.CRITICAL)
     with _outcome_file() as outcome:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, with a warning
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same, with a warning
         os.environ |= {OUTCOME_VARIABLE: str(outcome), STARTER_VARIABLE: str(os.getpid())}
         lost: ChildFailedError | None = None
         signalled: SignalException | None = None

@@ -275,7 +275,7 @@ def _compare_contents(path: str | os.PathLike[str], content: str | None, states:
 def _load_together(
     path: str | os.PathLike[str], parts: Mapping[str, Any], states: Mapping[str, Any], rank: int
 ) -> None:
-    """Load states. First load parts that verify a state only while loading, and restore these on failure."""
+    """Load states. Parts that verify a state only by loading it come first, and are restored if one of them fails."""
     unverified = {name: parts[name] for name in states if not is_verified(parts[name])}
     before: dict[str, Any] = {}
 

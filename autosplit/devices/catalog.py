@@ -200,7 +200,7 @@ def _catalog_with(path: str | None) -> Mapping[str, GpuSpec]:
     except (OSError, ValueError, ArithmeticError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DeviceError(
-            f"The GPUs of {GPUS_VARIABLE}, {path}, can't be used ({printable(reason, longest=300)}). Expected a file "
+            f"The file {path} of {GPUS_VARIABLE} can't be used ({printable(reason, longest=300)}). Expected a file "
             "like autosplit/devices/gpus.toml, or the output of autosplit doctor --json. Correct the file, or unset "
             "the variable.",
             code="gpu-catalog-file",

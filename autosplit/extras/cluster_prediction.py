@@ -46,7 +46,7 @@ from autosplit.text import counted_text
 WAITS = 0.017
 """Fraction of the forward and backward that ranks wait for the slowest rank, for each doubling of the nodes.
 
-The median of published steps of FSDP on 16 to 128 GPUs, whose network hides all traffic
+The median over published FSDP steps on 16 to 128 GPUs, in which all communication overlaps with computation
 (benchmarks/results/published_scaling.json).
 """
 

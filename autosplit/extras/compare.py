@@ -325,8 +325,8 @@ def _price(name: str, value: object) -> float:
     if isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= price <= LARGEST_PRICE:
         return float(price)
     raise InputError(
-        f"The price for {shown(name)} is {shown(value)}. Expected money per hour, a number from 0 to "
-        f"{LARGEST_PRICE:g} without a currency. Correct it, or leave it out.",
+        f"The price for {shown(name)} is {shown(value)}. Expected a price per hour: a number from 0 to "
+        f"{LARGEST_PRICE:g}, without a currency. Correct it, or leave it out.",
         code="price-value",
     )
 

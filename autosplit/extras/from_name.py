@@ -273,7 +273,7 @@ def _config(path: Path, values: dict[str, Any]) -> Any:
     if kind not in CONFIG_MAPPING:
         raise InputError(
             f"{path} has the model type {shown(kind)}, which this version of transformers does not have. Expected "
-            f"one of its {len(CONFIG_MAPPING.keys())}. {_nearest(kind, CONFIG_MAPPING.keys())}, or upgrade "
+            f"one of its {len(CONFIG_MAPPING.keys())}. {_nearest(kind, CONFIG_MAPPING.keys())}. Or upgrade "
             "transformers.",
             code="config-type-unknown",
         )

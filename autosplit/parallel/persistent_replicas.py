@@ -188,13 +188,14 @@ class KeptReplicas:
 
     @property
     def needed(self) -> bool:
-        """Whether gradients wait, or a forward ran and its backward may follow."""
+        """Whether gradients are not reduced yet, or a forward ran and its backward may follow."""
         return self._has_graph or self.waiting
 
     def replicas(self, module: nn.Module, devices: Sequence[int]) -> list[nn.Module]:
         """Return a replica of the module for each device.
 
-        Parameters are copied again, unless gradients wait or a backward may follow. Both belong to the current values.
+        Parameters are copied again, unless gradients are not reduced yet, or a backward may still follow. Both need the
+        parameter values of the present copies.
         """
         tensors = unique((*module.parameters(), *module.buffers()))
         kept = [t for t in tensors if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)]

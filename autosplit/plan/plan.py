@@ -305,7 +305,7 @@ class Plan(PlanRecord):
 
     @property
     def max_tokens(self) -> tuple[int, ...]:
-        """Largest number of tokens of each device at any length, with padding, for trainers that need a single number.
+        """Number of tokens, with padding, that fit on each device at every length. For trainers that need one number.
 
         The numbers hold for batches that are padded to at least the shortest measured length (`lengths.points`).
 

@@ -189,7 +189,7 @@ def _examined(loss_of: Callable[[Any], Any], samples: Samples, otherwise: str) -
     counts = _counts_of(singles, everything, cross_entropies)
     usable = [i for i in range(number) if math.isfinite(losses[i]) and min(n[i] for n in counts.values()) > 0]
     if len(usable) < 2:
-        raise _UnexaminedError("fewer than two samples have a loss, or labels that are not ignored")
+        raise _UnexaminedError("fewer than two samples have a finite loss and a label that is not ignored")
     if any(not math.isfinite(losses[i]) and min(n[i] for n in counts.values()) > 0 for i in range(number)):
         raise _UnexaminedError(
             "one sample alone has no finite loss, perhaps because the loss divides by a count that is 0 for this sample"

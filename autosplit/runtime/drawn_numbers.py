@@ -11,7 +11,7 @@ from autosplit.rng import ExtremeDraws
 from autosplit.torch_versions import FakeTensor, unset_fake_temporarily
 
 MOST_DECIDED_BY = 64
-"""Maximum numbers in one draw that can be decisions. Models do not branch on each element of a larger draw."""
+"""Size of the largest draw that may decide which layers run. Models do not branch on each element of a larger draw."""
 
 _DRAWS = frozenset(
     getattr(packet, overload)

@@ -36,7 +36,7 @@ CALL_LIMIT_S = 10.0
 """Minimum time limit of a call. A call runs a few steps, and the first step chooses kernels."""
 
 ASKED_LIMIT_S = 30.0
-"""Minimum time limit of a function on the workload, which usually takes a few seconds."""
+"""Minimum time limit in seconds of a function that the child runs on its workload. It usually takes a few seconds."""
 
 COMPILED_LIMIT_S = 120.0
 """Minimum time limit of a compiled step, with the compilation."""

@@ -149,10 +149,11 @@ class MemoryParts:
         return held + self.activations_bytes + self.untraced_bytes
 
     def of_peak(self, peak_bytes: int, *, measured: bool) -> MemoryParts | None:
-        """Return the parts of a different peak, or None if even without activations the parts exceed that peak.
+        """Return parts that add up to `peak_bytes`, or None if the parts without activations already exceed it.
 
-        The difference is untraced memory if a real step `measured` the peak. Otherwise the peak is from a line through
-        traces, and the difference is activations.
+        Args:
+            measured: Whether a real step measured the peak. Then more bytes than traced count as untraced memory.
+                Otherwise the peak is from a line through traces, and the activations get the difference.
         """
         more_bytes = peak_bytes - self.total_bytes
         if more_bytes >= 0 and measured:

@@ -28,7 +28,7 @@ def split_from_gpu0(batch_size: int, gpu0_bsz: int, num_devices: int) -> tuple[i
     """Split a batch so that device 0 gets `gpu0_bsz` samples and the other devices get equal parts of the rest.
 
     If the rest doesn't divide evenly, devices 1, 2, ... get one more sample each. A batch of at most `gpu0_bsz` samples
-    is all on device 0, as any batch on one device.
+    goes to device 0. If there is only one device, every batch does.
 
     Raises:
         InputError: A number is negative or not whole, or `num_devices` is below 1.

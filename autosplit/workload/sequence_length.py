@@ -65,8 +65,8 @@ def _made_at_length(workload: Workload, given: Any, length: int) -> Workload:
         batch, other = make_batch(size), given(size, length=shorter)
     if shorter < length and [one.shape for one in tensors_of(batch)] == [one.shape for one in tensors_of(other)]:
         raise WorkloadError(
-            f"make_batch({size}, length={shorter}) returned the shapes of length {length}. Expected samples of that "
-            "length. Use the keyword in make_batch.",
+            f"make_batch({size}, length={shorter}) returned samples of length {length}. Expected length "
+            f"{shorter}. Let make_batch use its argument length.",
             code="make-batch-length",
         )
     return replace(workload, sample_batch=batch, make_batch=make_batch)

@@ -266,7 +266,7 @@ class TestCardsOfOnesOwn:
         self.given(monkeypatch, tmp_path, content)
         with pytest.raises(DeviceError, match=re.escape(reason) or None) as caught:
             gpu_catalog()
-        assert str(caught.value).startswith(f"The GPUs of AUTOSPLIT_GPUS, {tmp_path}/cards.toml, can't be used (")
+        assert str(caught.value).startswith(f"The file {tmp_path}/cards.toml of AUTOSPLIT_GPUS can't be used (")
         assert "Expected a file like" in str(caught.value)
         assert str(caught.value).isprintable()
 

@@ -84,10 +84,10 @@ def test_a_processor_has_a_price_too():
 @pytest.mark.parametrize(
     ("prices", "said"),
     [
-        ({"2xL4": -1}, "The price for '2xL4' is -1. Expected money per hour, a number from 0 to 1e+15"),
+        ({"2xL4": -1}, "The price for '2xL4' is -1. Expected a price per hour: a number from 0 to 1e+15"),
         ({"2xL4": float("nan")}, "The price for '2xL4' is nan. Expected"),
         ({"2xL4": float("inf")}, "is inf."),
-        ({"2xL4": 10**400}, "Expected money per hour"),
+        ({"2xL4": 10**400}, "Expected a price per hour"),
         ({"2xL4": True}, "is True."),
         ({"2xL4": "1.2"}, "is '1.2'."),
         ({"2xL4": None}, "is None."),
