@@ -419,7 +419,7 @@ class TestExamining:
                 lambda rows: float(rows["x"].sum() / rows["positive"].sum()),
                 "one sample alone has no finite loss",
             ),
-            ({"x": torch.rand(4)}, lambda rows: math.nan, "fewer than two samples have a loss"),
+            ({"x": torch.rand(4)}, lambda rows: math.nan, "fewer than two samples have a finite loss"),
             (
                 {"x": torch.rand(4)},
                 lambda rows: math.inf if len(rows["x"]) > 1 else 1.0,
