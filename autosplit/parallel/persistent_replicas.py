@@ -194,8 +194,7 @@ class KeptReplicas:
     def replicas(self, module: nn.Module, devices: Sequence[int]) -> list[nn.Module]:
         """Return a replica of the module for each device.
 
-        Parameters are copied again, unless gradients are not reduced yet, or a backward may still follow. Both need the
-        parameter values of the present copies.
+        Copy parameters again, unless gradients are not reduced yet or a backward may follow, which need the present ones.
         """
         tensors = unique((*module.parameters(), *module.buffers()))
         kept = [t for t in tensors if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)]

@@ -151,9 +151,7 @@ class MemoryParts:
     def of_peak(self, peak_bytes: int, *, measured: bool) -> MemoryParts | None:
         """Return parts that add up to `peak_bytes`, or None if the parts without activations already exceed it.
 
-        Args:
-            measured: Whether a real step measured the peak. Then more bytes than traced count as untraced memory.
-                Otherwise the peak is from a line through traces, and the activations get the difference.
+        In a peak that a real step measured, more bytes than traced are untraced memory. Otherwise they are activations.
         """
         more_bytes = peak_bytes - self.total_bytes
         if more_bytes >= 0 and measured:
