@@ -194,7 +194,7 @@ class KeptReplicas:
     def replicas(self, module: nn.Module, devices: Sequence[int]) -> list[nn.Module]:
         """Return a replica of the module for each device.
 
-        Copy parameters again, unless gradients are not reduced yet or a backward may follow, which need the present ones.
+        Copy parameters again, unless gradients are not reduced yet, or a backward with the present copies may follow.
         """
         tensors = unique((*module.parameters(), *module.buffers()))
         kept = [t for t in tensors if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)]
