@@ -66,7 +66,7 @@ class OwnLoss:
             return f"The loss is {reading.text}. Pass count= to the Accelerator: {COUNTS[reading.kind]}."
         if reading.kind == "unknown":
             warnings.warn(
-                f"autosplit can't tell what the loss is a mean over: it is {reading.text}, and the model did not "
+                f"autosplit can't infer the divisor of the loss: the loss is {reading.text}, and the model did not "
                 "compute it. autosplit treats it as a mean over samples. If that is wrong, pass count= to the "
                 "Accelerator, a function that returns the divisor of a batch's loss.",
                 UnevenLossWarning,

@@ -105,7 +105,7 @@ def test_a_short_last_micro_step_is_told_by_the_first(name, machine):
             theirs = followed.measure(shape)
         assert ours.peak_bytes == theirs.peak_bytes
         assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-6)
-    assert tracer.runs <= runs + 1, "of one sample by itself: does it take as long as others say?"
+    assert tracer.runs <= runs + 1, "one more trace, of a single sample, checks its time"
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_one_sample_beside_others_is_not_followed_where_alone_it_holds_and_takes
             ours, theirs = (runtime.measure(StepShape((split,))) for runtime in (told, followed))
         assert ours.seconds == pytest.approx(theirs.seconds, rel=0.01)
         assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=1.1e-5)
-    assert tracer.runs <= runs + 2, "a step of two devices, and one that leaves device 0 idle"
+    assert tracer.runs <= runs + 2, "a step of two devices, and a step that leaves device 0 idle"
 
 
 class Contrasting(nn.Module):
