@@ -150,7 +150,6 @@ def _unused_lines(plan: Plan) -> list[str]:
 
 
 def _limit_lines(plan: Plan) -> list[str]:
-    """Explain the marks on ceilings that are limited by something other than memory."""
     limits = {device.ceiling.limited_by for device in plan.devices}
     lines = {
         "max_batch_size": "A ceiling with + is the largest batch that was tried. A larger batch may fit.",

@@ -365,7 +365,6 @@ class Context(CheckpointMethods):
         return made if count is not None else compared(made, self.effective_batch_size, stacklevel=3)
 
     def _begun(self, loader: Any, sampler: ScheduledBatchSampler, **given: Any) -> Iterator[OptimizerStep]:
-        """Begin to iterate over a loader of `batch_sampler`, with the current split."""
         if sampler.rank_slice != self._slice:
             sampler.follow(self._slice)
         return steps(loader, batch_size=self.batch_size, effective_batch_size=self.effective_batch_size, **given)

@@ -77,25 +77,13 @@ def sharded_plan(
     param_dtype: torch.dtype | None = None,
     gaps: float = 0.0,
 ) -> Plan:
-    """Return the plan for sharded `groups` of parameters, from a plan for ranks with whole models.
-
-    The ceilings and the throughput are predicted. The effective batch size stays the same. Notes of kind ``"sharded"``
-    and ``"unequal-shards"`` explain the prediction.
+    """Return the plan for sharded `groups` of parameters, from a plan for ranks with whole models. See `tune_sharded`.
 
     Args:
         plan: A plan that was measured or simulated with parameters in `param_dtype`.
         groups: The parameters of the root, then those of each layer, in the dtype of the shards.
-        shard_size: Ranks per shard group. Consecutive ranks form a group. Groups hold equal copies of the model, and
-            all-reduce their gradients. Default: the smallest size whose predicted throughput is at most 0.1% below the
-            best.
         reshards: `reshard_after_forward` of FSDP2.
-        param_dtype: The dtype in which FSDP2 gathers and reduces. Default: the dtype of the parameters.
         gaps: Fraction of the memory that the allocator loses in gaps between tensors.
-
-    Raises:
-        InputError: `shard_size` does not divide the number of ranks.
-        PlanError: The plan has no ranks, a single rank, no time model, or no parts of device 0's memory. Or the
-            effective batch does not fit.
     """
     refuse_without_ranks(plan)
     count = len(plan.ddp.ranks)

@@ -336,7 +336,6 @@ def _placed_ceiling(ceiling: Ceiling, device: Device, capacity_bytes: int) -> Ce
 
 
 def _model_of(given: Any) -> nn.Module:
-    """Return the model of the first argument of `tune`. Functions are called."""
     if isinstance(given, nn.Module):
         return given
     if isinstance(given, Workload):

@@ -430,7 +430,6 @@ def _changed_error() -> InputError:
 
 
 def _stamp(tensor: Tensor) -> tuple[int, int]:
-    """Return a key that changes with the tensor's values: its storage and its version."""
     return storage_key(tensor.untyped_storage()), 0 if tensor.is_inference() else tensor._version
 
 

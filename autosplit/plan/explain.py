@@ -91,7 +91,6 @@ def digest_of(plan: PlanRecord) -> str:
 
 
 def _repeated(plan: PlanRecord) -> dict[str, Any]:
-    """Return the plan's values that `Explanation` contains unchanged, by name."""
     numbers = ("samples_per_s", "loader_samples_per_s", "fastest", "effective_batch_size")
     backends = sorted({name for device in plan.devices for name in device.attention})
     return {

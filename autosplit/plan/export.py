@@ -270,7 +270,6 @@ def _to_json(plan: PlanRecord, _path: object) -> Export:
 
 
 def _file_of(plan: PlanRecord, path: str | os.PathLike[str] | None) -> tuple[Path, list[str]]:
-    """Return the plan's file. If there is none, return a placeholder with advice."""
     if path is not None:
         return Path(path), []
     if plan.path is not None:
@@ -357,13 +356,7 @@ _USES = {
 
 
 def _script(found: Export, settings: Mapping[str, Any], start: _Start | None) -> Export:
-    """Add settings and text to an export. The text has the notes, the calls that make the settings, and the command.
-
-    Args:
-        found: The export without settings.
-        settings: Keyword arguments by class, and the command.
-        start: How torchrun is started on several machines. None if torchrun is not used.
-    """
+    """Add settings and text to an export. The text has the notes, the calls that make the settings, and the command."""
     imports, calls = [], []
     per_process = "  # batch_size is per process" if found.even is not None and found.even.num_ranks > 1 else ""
     for name in (name for name in _HOMES if name in settings):

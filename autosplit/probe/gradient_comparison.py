@@ -318,13 +318,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Differences:
-    """Relative differences to the gradient of the whole batch.
-
-    Attributes:
-        split: Differences of the split batch, for each optimizer.
-        accumulation: Difference of accumulated micro-batches. None if it was not checked.
-        states: The buffers that the split batch changed, and those that the micro-batches changed.
-    """
+    """Relative differences to the gradient of the whole batch, and the buffers that changed."""
 
     split: dict[str, float]
     accumulation: float | None

@@ -284,7 +284,6 @@ class QuietCopy:
 
 
 def _gradient_of(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the gradients of parameters as one row. A missing gradient counts as zeros."""
     parts = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in parameters]
     real = (torch.view_as_real(part) if part.is_complex() else part for part in parts)
     return torch.cat([part.reshape(-1).double() for part in real])

@@ -149,7 +149,6 @@ def printing(
 
 @torch.no_grad()
 def _numbers(tensor: Tensor, samples: int) -> tuple[int, Tensor]:
-    """Project each sample's part of a tensor onto a fixed direction."""
     is_plain = tensor.is_floating_point() and tensor.layout == torch.strided and tensor.dim() > 0
     if is_plain and tensor.dim() > 1 and tensor.size(0) != samples == tensor.size(1):
         tensor = tensor.movedim(1, 0)  # The time dimension comes first.

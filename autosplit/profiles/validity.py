@@ -46,7 +46,6 @@ def _is_usable(plan: Plan, here: Mapping[str, Any]) -> bool:
 
 
 def _wanted(machine: Mapping[str, Any]) -> list[Counter[tuple[str, ...]]]:
-    """Return the devices that each machine of a plan's job must have."""
     devices = [run for run in machine["devices"] for _ in range(min(run["count"], MOST_DEVICES))]
     counts = machine.get("ranks_per_machine", [len(devices)])
     wanted, rest = [], iter(devices)

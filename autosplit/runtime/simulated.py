@@ -204,7 +204,6 @@ def _works(events: Sequence[Event], device: int) -> Iterator[Work]:
 
 
 def _play(clocks: Clocks, events: Sequence[Event], place: Sequence[int]) -> None:
-    """Replay a trace's events. `place` maps each device of the trace to a GPU."""
     for device, card in enumerate(place):
         clocks.foresee(card, _works(events, device))
     for event in events:

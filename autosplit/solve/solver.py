@@ -142,7 +142,6 @@ class Solver:
         return self.space.region_of(steps).replica_ceilings
 
     def _teams_of(self, ceilings: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the teams to compare, the largest first. See Note [Teams]."""
         if ceilings not in self._teams:
             self._teams[ceilings] = self._new_teams(ceilings) if self._unfitted.leaves_out else [ceilings]
         return self._teams[ceilings]
@@ -392,9 +391,7 @@ def _best_of(
 ) -> _Answer | None:
     """Return the result for the smallest team within `TEAMS_APART` of the highest samples/s.
 
-    Args:
-        teams: Teams in the order of their size. If there are many, the search narrows down to teams around the best.
-        valued: Function that returns the samples/s and the result for a team, or None if no split fits.
+    If there are many teams, the search narrows down to teams around the best.
     """
     found: dict[int, tuple[float, _Answer]] = {}
     low, high = 0, len(teams) - 1

@@ -185,7 +185,6 @@ class MemoryBounds:
 
     @property
     def _waits(self) -> bool:
-        """Whether steps may have several micro-steps, and memory limits them."""
         return self.accumulates and not self.prober.limited_by_time
 
     @property

@@ -185,7 +185,6 @@ def _met(place: Place) -> Any:
 
 @contextmanager
 def _broken_off_named(place: Place) -> Iterator[None]:
-    """Explain a broken collective if no rank has reported a failure."""
     try:
         yield
     except RuntimeError as error:

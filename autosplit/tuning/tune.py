@@ -247,8 +247,6 @@ class _Tuning:
     """The arguments of `tune` except the workload.
 
     Attributes:
-        checkpointings: The options of checkpointing.
-        heard: Function that shows the progress to the user. None if nothing shows it.
         ignoring: Names of the variants' parts that differ among the tuned variants (precision, checkpointing). A stored
             plan that differs only in these parts is not mentioned.
     """

@@ -258,7 +258,6 @@ def _modules_own() -> frozenset[str]:
 
 
 def _code(code: CodeType) -> str:
-    """Return a digest of compiled code, without its file name and line numbers."""
     parts = [code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, code.co_argcount]
     return digest_of([*parts, *(_text(constant) for constant in code.co_consts)])
 

@@ -217,13 +217,11 @@ def _machine_plan_texts(machine: ComparedMachine, *, with_precision: bool) -> li
 
 
 def _runs_text(split: Sequence[int]) -> str:
-    """Format a split with its runs counted: ``12, 7x35``."""
     runs = [(share, len(list(alike))) for share, alike in itertools.groupby(split)]
     return ", ".join(f"{count}x{share}" if count > 2 else ", ".join([f"{share}"] * count) for share, count in runs)
 
 
 def _money_text(amount: float | None) -> str:
-    """Format money without a currency: two decimals, or three significant digits below 1."""
     if amount is None:
         return "-"
     return f"{amount:,.2f}" if amount >= 1 or not amount else f"{amount:.3g}"

@@ -168,7 +168,6 @@ def _model_text(profile: Profile) -> str:
 
 
 def _amount(count: int) -> str:
-    """Format a number. Large ones get four digits: ``7.25 billion``."""
     for size, name in ((10**9, "billion"), (10**6, "million")):
         if count >= size:
             return f"{count / size:.4g} {name}"
@@ -176,7 +175,6 @@ def _amount(count: int) -> str:
 
 
 def _devices_text(profile: Profile) -> str:
-    """Return the devices, with equal neighbours counted: ``2x sim RTX3090``."""
     pairs = zip(profile.devices, profile.device_names, strict=True)
     kinds = itertools.groupby((label.partition(":")[0], short_name(name)) for label, name in pairs)
     texts = []
