@@ -62,7 +62,7 @@ def refuse_ranks_without_samples(without: float) -> None:
     """Raise InputError if a rank has no sample in some micro-batch.
 
     Args:
-        without: The number of micro-batches in which some rank has no sample.
+        without: Number of micro-batches that leave a rank without samples.
     """
     if without:
         raise InputError(

@@ -162,7 +162,7 @@ def _nearest_notes(ranks: _Ranks, search: EvenProblem, even: EvenRanks, tool: To
     if len(set(ranks.sizes)) == 1:
         cause = f"The last of the plan's {ranks.accumulation_steps} forwards is shorter"
     is_same = even.effective_batch_size == wanted
-    kept = "as in the plan" if is_same else f"where the plan has {wanted}"
+    kept = "as in the plan" if is_same else f"and the plan has {wanted}"
     if not is_same and sizes is not None and sizes[0] < sizes[1]:
         kept += f" (requested: {sizes[0]} to {sizes[1]})"
     nearest = (

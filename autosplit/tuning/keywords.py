@@ -33,7 +33,7 @@ def refuse_unknown(call: Callable[..., Any], given: Iterable[str], *forwarded: C
     """Raise ArgumentError for the first unknown keyword of a function, and suggest a replacement.
 
     Args:
-        forwarded: Functions to which `call` passes other keywords.
+        forwarded: Functions that get the other keywords of `call`.
     """
     parameters = {
         name: one for taker in (call, *forwarded) for name, one in inspect.signature(taker).parameters.items()

@@ -130,7 +130,7 @@ def test_a_step_that_the_ranks_do_not_divide_becomes_another_and_says_so():
     plan = solved_plan((34, 33, 33), (1.0, 1.0, 1.0), (60, 60, 60), effective=100)
     found = ranked(plan, (34, 33, 33), (60, 60, 60), 1, 100).export("lightning")
     assert numbers(found) == (33, 1)
-    assert "an effective batch of 99, where the plan has 100" in found.notes[0]
+    assert "an effective batch of 99, and the plan has 100" in found.notes[0]
     assert "no fewer than with" in found.notes[0]
 
 
@@ -144,7 +144,7 @@ def test_an_exact_step_that_is_out_of_reach_is_named():
 def test_the_range_that_was_asked_for_is_named():
     plan = solved_plan((34, 33, 33), (1.0, 1.0, 1.0), (60, 60, 60), effective=100, effective_batch_sizes=(90, 120))
     found = ranked(plan, (34, 33, 33), (60, 60, 60), 1, 100).export("lightning")
-    assert "where the plan has 100 (requested: 90 to 120)" in found.notes[0]
+    assert "and the plan has 100 (requested: 90 to 120)" in found.notes[0]
 
 
 def test_without_an_effective_batch_there_is_one_forward():
@@ -292,7 +292,7 @@ def test_exact_or_within_every_ceiling(ranks, steps, short, to):
     same = batch_size * forwards * len(sizes) == effective
     assert not found.exact or (set(sizes) == {batch_size} and forwards == steps and same)
     assert found.exact == (len(set(sizes)) == 1 and sizes[0] * len(sizes) * steps == effective)
-    assert found.exact or same or f", where the plan has {effective}" in found.notes[0]
+    assert found.exact or same or f", and the plan has {effective}" in found.notes[0]
 
 
 def test_a_step_of_the_workloads_own_is_named():
