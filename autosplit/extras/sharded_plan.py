@@ -105,6 +105,7 @@ def sharded_plan(
         raise PlanError(
             f"{_effective(plan)} samples per optimizer step do not fit {count} ranks. With its smallest batch, a rank "
             f"needs {one} in a step of one forward, and {several} in a step of several, which keeps whole gradients. "
+            f"Tensors may use {size_text(min(variants[0].room_bytes))} of the smallest rank. "
             "Pass layers with fewer parameters each, or tune for larger devices or a smaller effective batch.",
             code="sharded-plan-does-not-fit",
         )
@@ -244,8 +245,8 @@ class _Variant:
         return Problem.of(
             self._fit,
             tuple(
-                _moved(rank.ceiling, peak_bytes, self.usable, plan.ddp.least_batch, effective)
-                for rank, peak_bytes in zip(plan.ddp.ranks, predicted, strict=True)
+                _moved(rank.ceiling, peak_bytes, room_bytes, plan.ddp.least_batch, effective)
+                for rank, peak_bytes, room_bytes in zip(plan.ddp.ranks, predicted, self.room_bytes, strict=True)
             ),
             None,
             effective_batch_sizes=(effective, effective),
@@ -253,6 +254,11 @@ class _Variant:
             accumulates=self.several and plan.accumulates,
             least_batch=plan.ddp.least_batch,
         )
+
+    @property
+    def room_bytes(self) -> list[int]:
+        """Bytes that tensors can use on each rank."""
+        return [int((1 - LINE_ERROR) * self.usable * one.ceiling.capacity_bytes) for one in self.before.ddp.ranks]
 
     def _peak_bytes(self, rank: int, samples: int) -> int:
         return self.fixed_bytes + self.activations(rank, samples)
@@ -324,7 +330,7 @@ class _Variant:
         found = [(rate, most)]
         for several in (False, True):
             every = replace(self, size=len(self.before.ddp.ranks), several=several)
-            ceilings = unequal_ceilings(every.problem, every.shard_bytes)
+            ceilings = unequal_ceilings(every.problem, every.shard_bytes, every.room_bytes)
             answer = every.problem.with_caps(ceilings).solve()
             if answer is not None:
                 found.append((answer.samples_per_s, sum(ceilings)))
@@ -337,7 +343,7 @@ class _Variant:
         return Note("unequal-shards", text)
 
 
-def unequal_ceilings(problem: Problem, shard_bytes: int) -> list[int]:
+def unequal_ceilings(problem: Problem, shard_bytes: int, room_bytes: Sequence[int]) -> list[int]:
     """Return the ranks' ceilings if a rank with free memory holds a part of the other ranks' shards.
 
     All ranks together must have memory for their samples and for all shards. Find the longest step time for which the
@@ -346,10 +352,11 @@ def unequal_ceilings(problem: Problem, shard_bytes: int) -> list[int]:
     Args:
         problem: The problem of the ranks with equal shards.
         shard_bytes: Bytes of each rank's equal shard.
+        room_bytes: Bytes that tensors can use on each rank.
     """
     curves, ceilings = problem.step_time.curves, problem.ceilings
     # Bytes for samples if the rank holds no shard.
-    rooms = [int((1 - LINE_ERROR) * one.capacity_bytes) - one.fixed_bytes + shard_bytes for one in ceilings]
+    rooms = [room - one.fixed_bytes + shard_bytes for room, one in zip(room_bytes, ceilings, strict=True)]
     bounds = [
         samples_within(
             room,
@@ -401,10 +408,9 @@ def _effective(plan: Plan) -> int:
     return Context(plan, 0, torch.device("cpu")).effective_batch_size
 
 
-def _moved(ceiling: Ceiling, peak_bytes: Callable[[int], int], usable: float, least: int, most: int) -> Ceiling:
+def _moved(ceiling: Ceiling, peak_bytes: Callable[[int], int], room_bytes: int, least: int, most: int) -> Ceiling:
     """Return the ceiling with a sharded model. Only a ceiling that memory limits can grow, up to `most`."""
     bound = most if ceiling.limited_by == "memory" else ceiling.batch_size
-    room_bytes = int((1 - LINE_ERROR) * usable * ceiling.capacity_bytes)
     size = largest_size(bound, lambda samples: peak_bytes(max(samples, least)) <= room_bytes)
     size = size if size >= least else 0
     at = max(size, least)

@@ -237,7 +237,7 @@ class TestUnequalShards:
             free = [room - slope * n for room, slope, n in zip(rooms, slopes, split, strict=True)]
             return min(free) >= 0 and sum(free) >= 2 * shard
 
-        found = unequal_ceilings(problem, shard)
+        found = unequal_ceilings(problem, shard, [int(0.99 * capacity) for capacity in capacities])
         assert fits(tuple(found))
         times = sorted({curve(n) for curve in curves for n in range(1, 41)})
         splits = [tuple(curve.most_within(time, 0, 40) for curve in curves) for time in times]
@@ -246,6 +246,16 @@ class TestUnequalShards:
             for split in splits
         ]
         assert tuple(found) == max(filter(fits, within), key=sum)
+
+    def test_gaps_count_as_in_equal_shards(self):
+        """With 10% for gaps, two equal ranks can't gain from unequal shards. The note counted the gaps as memory."""
+        found = extra.sharded_plan(
+            *(make_plan((160, 160), 200), groups_of(make_model(), Layer), lambda _, samples: samples * MIB), gaps=0.1
+        )
+        most = sum(rank.ceiling.batch_size for rank in found.ddp.ranks)
+        allowed = re.search(r"would allow (\d+) samples", found.notes[-1].text)
+        assert allowed is not None
+        assert int(allowed[1]) == most
 
     def test_the_note_names_the_gain(self):
         """The first rank has hardly any room with equal shards, and the second has 100 MiB more than it needs."""
@@ -283,7 +293,9 @@ class TestRefusals:
     def test_an_effective_batch_that_does_not_fit(self):
         """Several forwards need more memory than one, so a message with one number could be below the capacity."""
         one, several = (f"{2 * PARAMETERS + gathered + 1} MiB in a step of {name}" for gathered, name in FORWARDS)
-        with raises(PlanError, "sharded-plan-does-not-fit", "64 samples", "do not fit 2 ranks", one, several):
+        with raises(
+            PlanError, "sharded-plan-does-not-fit", "64 samples", "do not fit 2 ranks", one, several, "59.4 MiB"
+        ):
             sharded_plan(make_plan((60, 60)), make_model(), layers=Layer)
 
     def test_a_whole_model_on_each_rank(self):
