@@ -17,6 +17,7 @@ import emulated
 import pytest
 import torch
 from ddp_jobs import make_plan
+from events import until
 from folders import TESTS
 from gpus import COUNT, KIND
 from ranks import found_by, run_ranks
@@ -120,6 +121,11 @@ def sharded() -> dict[str, Any]:
     }
 
 
+def allocated_bytes(device: torch.device) -> int:
+    gc.collect()
+    return torch.accelerator.memory_allocated(device)
+
+
 def sharded_memory() -> dict[str, float]:
     """Return the allocator's peak of a step with a sharded model, as a part of the prediction."""
     found = {}
@@ -135,8 +141,9 @@ def sharded_memory() -> dict[str, float]:
             steps_of(model, optimizer, ctx.device, forwards)
             found[f"{forwards} forwards"] = torch.accelerator.max_memory_allocated(ctx.device) / predicted
             del model, optimizer
-            gc.collect()
-            assert torch.accelerator.memory_allocated(ctx.device) < before / 10
+            # The engine's thread of this device drops the graph after backward returned. The graph's FSDP hooks form
+            # reference cycles with the parameters, so a collection before that does not free them.
+            until(lambda most=before / 10: allocated_bytes(ctx.device) < most)
     return found
 
 

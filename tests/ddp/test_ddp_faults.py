@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_jobs import loader_of, make_model, make_plan, mean_loss
+from events import until
 from marks import slow
 from ranks import free_port, starting
 from torch import distributed as dist
@@ -496,13 +497,6 @@ def hub() -> Iterator[tuple[Line, Address]]:
     address = line.listen()
     yield line, address
     line.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.005)
 
 
 @contextlib.contextmanager

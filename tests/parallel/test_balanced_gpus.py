@@ -25,6 +25,7 @@ from balanced_models import (
     inputs_of,
     loss_of,
 )
+from events import until
 from gpus import CARDS, KIND, card
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
@@ -457,7 +458,7 @@ class TestInsideReplicas:
             if with_backward:
                 loss_of(outputs).backward()
             del outputs
-            assert [ref() for ref in alive] == [None] * len(alive)
+            until(lambda: all(ref() is None for ref in alive))  # the engine's threads drop the graph after backward
         finally:
             gc.enable()
 

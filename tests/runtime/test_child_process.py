@@ -9,12 +9,12 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 from errands import Errand, OnlyHere, die, hang, refuse
+from events import until
 from folders import ROOT, TESTS
 from raised import raises
 
@@ -51,12 +51,6 @@ def is_there(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def until(condition):
-    """Wait until a condition holds. If it never does, pytest's own time limit ends the test."""
-    while not condition():
-        time.sleep(0.02)
 
 
 # Calls

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from events import until
 from noted import noted
 
 from autosplit.plan.plan import Plan
@@ -322,13 +323,6 @@ def found_in(name: str, folder: Path) -> Any:
     found = json.loads((folder / f"{name}.json").read_text())
     assert not isinstance(found, str), found
     return found
-
-
-def until(holds: Callable[[], Any], limit_s: float = 250.0) -> None:
-    end_s = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < end_s, "it did not come to that"
-        time.sleep(0.02)
 
 
 # -------------------------------------------------------------------------------------------------------------- tests
