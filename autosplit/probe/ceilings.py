@@ -17,7 +17,6 @@ from autosplit.errors import UserCodeError, one_line
 from autosplit.oom import DoesNotFitError, OutOfMemoryError, StepLostError, is_kernel_limit
 from autosplit.probe.prober import Prober, named_steps
 from autosplit.probe.wall_search import WallSearch
-from autosplit.runtime.model_copy import bytes_on_accelerators
 from autosplit.runtime.protocol import StepShape
 from autosplit.solve.memory import Ceiling, Limit, Role, largest_fitting
 from autosplit.solve.step_time import TimeCurve
@@ -283,25 +282,15 @@ def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
     """Return the error for a device on which not even one sample fits, with the bytes needed and available."""
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
     least = prober.least_batch()
-    held = bytes_on_accelerators(prober.tracer.workload).items()
-    needed_bytes = sum(nbytes for place, nbytes in held if (place.type, place.index) == (device.kind, device.index))
-    if needed_bytes:
-        message = (
-            f"A second copy of the model does not fit on {device.label} ({device.name}) at batch {least}. The "
-            f"model itself is already there and takes {needed_bytes} of the {capacity_bytes} bytes allowed. Tune "
-            "on the CPU (model.cpu()), and move the model afterwards."
-        )
-    elif prober.max_batch_size < least:
+    if prober.max_batch_size < least:
         return DoesNotFitError(
             f"A batch of {prober.max_batch_size} is the largest allowed, but BatchNorm trains on at least {least}. "
             f"Expected at least {least}. Raise effective_batch_size or max_batch_size.",
             code="batchnorm-least-samples",
         )
-    else:
-        needed_bytes = prober.traced(StepShape(((least,),)))[0] if prober.has_traces else 0
-        message = _why_not(prober, index, needed_bytes)
+    needed_bytes = prober.traced(StepShape(((least,),)))[0] if prober.has_traces else 0
     return DoesNotFitError(
-        message,
+        _why_not(prober, index, needed_bytes),
         device=device.label,
         device_index=index,
         requested_bytes=needed_bytes,

@@ -1,4 +1,4 @@
-"""Run training steps of one workload or predict them from traces, and count the steps that were run."""
+"""Run training steps of one workload or predict them from traces, time them, and count the steps that were run."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ from autosplit.runtime.simulated import SimulatedRuntime, Traces, attention_of, 
 from autosplit.runtime.tracer import Tracer
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.memory import MemoryParts, Role
+from autosplit.solve.timed_sizes import TimedSize
 from autosplit.text import ms_text
 from autosplit.workload.workload import copying
 
 _log = logging.getLogger(__name__)
+
+_MANY = 32
+"""Smallest ceiling at which a single sample is not timed. One sample is 3% of this ceiling, so plans hardly use it."""
 
 
 @dataclass
@@ -312,6 +316,50 @@ class Prober:
         """Return a function that makes the forward and backward of n samples on one device, without an update."""
         places = range(len(self.runtime.devices))
         return lambda n: StepShape((tuple(n if place == index else 0 for place in places),), "rank", updates=False)
+
+
+def timed_sizes(
+    prober: Prober, index: int, ceiling: int, *, role: Role, budget_s: float, alone: bool = True
+) -> list[TimedSize]:
+    """Time a device at its ceiling, at the smallest batch (1 or 2), and at every power of two in between.
+
+    A slow device next to fast ones may get 1% of its ceiling. Below its first point, a curve is constant. So a curve
+    that began higher would make small batches look too slow, and the device would get almost no samples.
+
+    Args:
+        role: ``"rank"``, ``"primary"``, or ``"replica"``. A replica without device 0 is timed without an optimizer.
+        budget_s: Time in seconds for repeating each step.
+        alone: Time a replica without device 0, so that neither copies nor the gather count. Without device 0, the
+            replica needs more memory at once than its part of a step.
+
+    Raises:
+        OutOfMemoryError: No size could be run.
+    """
+    # A simulated step of one sample needs its own trace, but larger steps are extrapolated. Skip it for a large
+    # ceiling.
+    least = min(max(prober.least_batch(), 2 if prober.runtime.simulated and ceiling >= _MANY else 1), ceiling)
+    apart = alone and role == "replica"
+    shape_of = prober.forward_and_backward(index) if apart else prober.shapes(index, role, (), False)
+    if prober.runtime.simulated:
+        prober.foretold(shape_of(ceiling))  # one trace instead of one for each size
+    # Use powers of two, so that devices share their traces.
+    between = [2**power for power in reversed(range(ceiling.bit_length())) if least < 2**power < ceiling]
+    timed: list[TimedSize] = []
+    lacking: OutOfMemoryError | None = None
+    for n in dict.fromkeys((ceiling, least, *between)):  # Both ends come first, because time may run out.
+        if len(timed) > 1 and prober.out_of_time:
+            break
+        prober.report(f"timing {n} sample{'s' * (n > 1)} on {prober.runtime.devices[index].label}")
+        try:
+            seconds = prober.micro_seconds(shape_of(n), budget_s=budget_s)
+        except OutOfMemoryError as error:
+            lacking = error
+            continue
+        timed.append(TimedSize(n, seconds, prober.measured(shape_of(n), budget_s=budget_s).error_s))
+    if not timed:
+        assert lacking is not None, "there is at least one size"
+        raise lacking
+    return sorted(timed, key=lambda size: size.samples)
 
 
 def balanced(split: tuple[int, ...], *, accumulates: bool) -> StepShape:

@@ -1,7 +1,8 @@
 """Copy a workload for training, so that the live model and optimizer stay unchanged.
 
-Real copies run on the CPU and on GPUs. Fake copies have no values, so models larger than this machine can be traced. If
-a model cannot be copied, it is borrowed: the model itself runs, and all its state is restored.
+Real copies run on the CPU and on GPUs. Fake copies have no values, so models larger than this machine can be traced. A
+copy on the live model's own GPU uses the live model's memory, whose values are restored. If a model cannot be copied,
+it is borrowed: the model itself runs, and all its state is restored.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from autosplit.accelerators import is_accelerator
 from autosplit.errors import WorkloadError
 from autosplit.parallel.checkpointed import checkpoint_layer
 from autosplit.runtime.fake_copy import built_without_memory, fake_into
+from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.trainee import CPU, LOSS_SCALE, Trainee, state_tensors
 from autosplit.torch_versions import FakeTensor, FakeTensorMode, set_versions, storage_key
 from autosplit.workload.checkpointing import Checkpointing
@@ -37,7 +39,8 @@ def training_copy(
 ) -> Trainee:
     """Copy a workload's model and optimizer so that they can be trained.
 
-    A model that cannot be deep-copied runs itself, on copies of its tensors, until `Trainee.restore`.
+    On the live model's own accelerator, the copy trains the live tensors until `Trainee.restore`. A model that cannot
+    be deep-copied runs itself, on copies of its tensors, until then.
 
     Args:
         workload: Its model may be a factory, which is called here.
@@ -61,7 +64,7 @@ def training_copy(
     else:
         _refuse_meta(models)
         if not is_fresh:
-            models, restore = _copied_or_borrowed(models, memo)
+            models, restore = _copied_or_borrowed(models, memo, device)
     if workload.checkpointing is not None:
         restore = _checkpointed(workload.checkpointing, models, restore)
     try:
@@ -113,9 +116,12 @@ def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Mode
     return Models.of(made), True
 
 
-def _copied_or_borrowed(models: Models, memo: dict[int, Any]) -> tuple[Models, Callable[[], None]]:
+def _copied_or_borrowed(
+    models: Models, memo: dict[int, Any], device: torch.device | None
+) -> tuple[Models, Callable[[], None]]:
     try:
-        return copy.deepcopy(models, memo).map(with_eager_parts), _nothing
+        restore = _nothing if device is None else _shared_or_moved(models, memo, device)
+        return copy.deepcopy(models, memo).map(with_eager_parts), restore
     except torch.OutOfMemoryError:
         raise
     except Exception:  # noqa: BLE001  # a `__deepcopy__` method or an attribute that cannot be copied may raise
@@ -124,6 +130,39 @@ def _copied_or_borrowed(models: Models, memo: dict[int, Any]) -> tuple[Models, C
         # The optimizer's copy then trains the live parameters, which temporarily contain copies of their data.
         memo.update({id(p): p for module in models.modules for p in module.parameters()})
         return models, restore
+
+
+def _shared_or_moved(models: Models, memo: dict[int, Any], device: torch.device) -> Callable[[], None]:
+    """Put tensors on accelerators into deepcopy's memo, so that no accelerator holds the model twice.
+
+    The copy uses live tensors' memory on `device`. Return a function that restores their values from the host.
+    """
+    kept: list[tuple[Tensor, Tensor]] = []
+    for tensor in {id(t): t for module in models.modules for t in (*module.parameters(), *module.buffers())}.values():
+        if not is_accelerator(tensor.device.type) or not _is_plain(tensor):
+            continue
+        data = tensor.data.to(device)
+        if tensor.device == device:
+            kept.append((data, data.cpu()))
+        memo[id(tensor)] = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+
+    def restore() -> None:
+        with held_interrupts():  # a second Ctrl-C would leave trained values in the live model
+            for data, values in kept:
+                data.copy_(values)
+
+    return restore if kept else _nothing
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a copy may use the memory of a tensor, or values in another memory."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_inference()
+        and (isinstance(tensor, nn.Parameter) or not tensor.requires_grad)
+        and all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    )
 
 
 def _borrow(models: Models) -> Callable[[], None]:
@@ -286,12 +325,12 @@ def _choose_gpu_variants(optimizers: Several[torch.optim.Optimizer]) -> None:
                 group["foreach"] = True
 
 
-def bytes_on_accelerators(workload: Workload) -> dict[torch.device, int]:
-    """Return the bytes of a live model and its live optimizers on each accelerator."""
-    models = modules_of(workload)
-    tensors = [t for model in models for p in (*model.parameters(), *model.buffers()) for t in (p, p.grad)]
-    tensors += [t for optimizer in _live_optimizers(workload) for t in state_tensors(optimizer)]
-    held = {storage_key(t.untyped_storage()): t for t in tensors if t is not None and t.layout is torch.strided}
+def bytes_held_twice(workload: Workload, *, isolated: bool) -> dict[torch.device, int]:
+    """Return the bytes of live optimizer states on each accelerator, and of the model if another process runs steps."""
+    tensors = [t for optimizer in _live_optimizers(workload) for t in state_tensors(optimizer)]
+    if isolated:
+        tensors += [t for module in modules_of(workload) for t in (*module.parameters(), *module.buffers())]
+    held = {storage_key(t.untyped_storage()): t for t in tensors if t.layout is torch.strided}
     found: dict[torch.device, int] = {}
     for tensor in held.values():
         if is_accelerator(tensor.device.type) and not isinstance(tensor, FakeTensor):

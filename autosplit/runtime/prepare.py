@@ -28,7 +28,7 @@ from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.fake_copy import built_without_memory, fake_mode
 from autosplit.runtime.gpu_kernels import GpuKernels
 from autosplit.runtime.interrupts import held_interrupts
-from autosplit.runtime.model_copy import bytes_on_accelerators, training_copy
+from autosplit.runtime.model_copy import bytes_held_twice, training_copy
 from autosplit.runtime.protocol import Runtime
 from autosplit.runtime.quantization import refuse_quantized
 from autosplit.runtime.simulated import SimulatedRuntime, Traces
@@ -292,23 +292,20 @@ def _follow(built: Built, devices: Sequence[Device], closing: ExitStack, isolate
         tracer, note = _traced(workload, devices[0])
         why_real = note or why_real
     closing.callback(tracer.trainee.restore)
-    held = _held_already(workload, devices[0].kind, twice=isolated is not None)
+    held = _held_twice(workload, devices[0].kind, isolated=isolated is not None)
     assumed = (*tracer.assumptions(), *held, *_notes_on(devices))
     rebuild = functools.partial(_built, built.source) if built.fake and why_real is None else None
     notes = assumed if why_real is None else (Note("real-tensors", why_real), *assumed)
     return Followed(workload, tracer, notes, isolated, rebuild)
 
 
-def _held_already(workload: Workload, kind: str, *, twice: bool) -> tuple[Note, ...]:
-    held = bytes_on_accelerators(workload)
+def _held_twice(workload: Workload, kind: str, *, isolated: bool) -> tuple[Note, ...]:
+    what = "The model and its optimizer states" if isolated else "Optimizer states"
+    advice = "Move the model to the device after tuning" if isolated else "Tune before the first training step"
+    text = "{} are already on {} and take {} there, next to autosplit's copies. {}, so that larger batches fit."
     return tuple(
-        Note(
-            "model-on-device",
-            f"The model is already on {device} and takes "
-            f"{size_text(nbytes)}{' in each of two processes' if twice else ''} there, next to autosplit's copy. "
-            "Move the model to the device after tuning, so that larger batches fit.",
-        )
-        for device, nbytes in held.items()
+        Note("model-on-device", text.format(what, device, size_text(nbytes), advice))
+        for device, nbytes in bytes_held_twice(workload, isolated=isolated).items()
         if device.type == kind
     )
 

@@ -42,7 +42,7 @@ class Trainee:
 
     Attributes:
         device: The device that fake tensors report.
-        restore: Restores the live model if it could not be copied.
+        restore: Restores the live model if this trainee uses its memory.
         left: Storages that remain on the first device between steps.
         grown_bytes: Bytes on the first device after the last step, minus the bytes before it.
         copies: Second copies for the workload's `fits`, from the second step on: parameters and buffers, and optimizer

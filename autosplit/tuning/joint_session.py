@@ -14,7 +14,7 @@ from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions
 from autosplit.probe.ceilings import ceiling_by_time, ceiling_of, does_not_fit
-from autosplit.probe.stopwatch import timed_sizes
+from autosplit.probe.prober import timed_sizes
 from autosplit.runtime.accelerator import twinned
 from autosplit.runtime.protocol import Measurement
 from autosplit.runtime.tracked_step import bucket_bytes

@@ -11,7 +11,7 @@ from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions, DdpPlan, with_notes
-from autosplit.probe.stopwatch import timed_sizes
+from autosplit.probe.prober import timed_sizes
 from autosplit.runtime.protocol import Measurement, Runtime, StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracked_step import bucket_bytes

@@ -115,7 +115,8 @@ def tune(
     """Find the fastest split, batch size and number of accumulation steps for a workload on the given devices.
 
     autosplit trains copies. The model, its optimizer and all random number generators stay unchanged, bit for bit, even
-    after an exception or Ctrl-C.
+    after an exception or Ctrl-C. If the model is already on a GPU, the copy uses the model's memory until `tune`
+    restores the values. So do not use the model in another thread meanwhile.
 
     Args:
         model_or_workload: A module with its `sample_batch`, a `Workload`, or a function that returns a `Workload`. For

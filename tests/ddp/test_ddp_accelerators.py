@@ -179,12 +179,12 @@ class Net(nn.Module):
         return self.body(inputs)
 
 
-def tuned(*, profile: str = "auto", **options: Any) -> Plan:
+def tuned(model: nn.Module | None = None, *, profile: str = "auto", **options: Any) -> Plan:
     """Tune with a loss that takes its targets from the batch's device. Only the tuning moves them."""
     generator = torch.Generator().manual_seed(1)
     batch = torch.randn(8, 16, generator=generator), torch.randn(8, 1, generator=generator)
     given = {"loss_fn": nn.functional.mse_loss, "optimizer": torch.optim.AdamW, **options}
-    workload = autosplit.Workload(Net(), batch, **given)
+    workload = autosplit.Workload(model or Net(), batch, **given)
     with short_budgets():
         return autosplit.tune(
             workload, devices=KIND, strategy="ddp", effective_batch_size=64, n_trials=2, profile=profile
@@ -201,7 +201,7 @@ def tuned_and_trained() -> dict[str, Any]:
 
 
 def without_memory() -> dict[str, Any]:
-    """Run out of memory on one rank while the other waits for its gradients."""
+    """Run out of memory on one rank while the other waits for its gradients. The models are on the GPUs already."""
     rank_steps.LEAST_TIMEOUT_S = 200.0
     sprung: list[bool] = []
 
@@ -212,9 +212,12 @@ def without_memory() -> dict[str, Any]:
             torch.empty(2**45, device=batch[0].device)
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
+    model = Net().to(f"{KIND}:{os.environ['RANK']}")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     start_s = time.monotonic()
-    plan = tuned(compute_loss=loss, loss_fn=None, profile="off")
+    plan = tuned(model, compute_loss=loss, loss_fn=None, profile="off")
     return {
+        "unchanged": all(map(torch.equal, model.parameters(), before)),
         "failures": [trial.failure for trial in plan.trials],
         "split": plan.split,
         "seconds": time.monotonic() - start_s,
@@ -285,6 +288,8 @@ class TestTwoRanks:
         assert one["split"] == other["split"]
         assert one["ooms"] >= 1
         assert one["seconds"] < 100
+        assert one["unchanged"]
+        assert other["unchanged"]
 
 
 # --------------------------------------------------------------------------------------------- the command, and Slurm
