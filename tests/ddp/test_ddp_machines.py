@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
@@ -21,6 +20,7 @@ import pytest
 import torch
 from ddp_jobs import make_plan
 from distant_training import BATCH_SIZES, EFFECTIVE_BATCH_SIZE, EPOCHS, NUM_SAMPLES, SAVED_EVERY
+from events import until
 from machines import Machine, Machines, missing, network_of
 
 from autosplit.plan.plan import Plan
@@ -261,17 +261,16 @@ def test_a_name_that_means_loopback_is_explained(as_debian_installs_them):
     """The connecting rank reports it. gloo decides by address which rank connects, and the other rank waits."""
     machines = as_debian_installs_them
     agents = start_both(machines, "static")
-    deadline = time.monotonic() + LIMIT_S
-    while all(agent.poll() is None for agent in agents):
-        assert time.monotonic() < deadline, said(machines)
-        time.sleep(0.1)
-    rank = next(rank for rank, agent in enumerate(agents) if agent.poll() is not None)
-    machine = (machines.a, machines.b)[rank]
-    assert agents[rank].returncode == 1
-    expected = (
-        f"Rank {rank} of 2, on {machine.name}, received the loopback address 127.0.1.1 as the address of another rank"
-    )
-    assert expected in machine.log.read_text(encoding="utf-8")
+    text = "received the loopback address 127.0.1.1 as the address of another rank"
+
+    def explained() -> list[int]:
+        both = enumerate((machines.a, machines.b))
+        said_by = [(rank, f"Rank {rank} of 2, on {one.name}, {text}", one.log.read_text("utf-8")) for rank, one in both]
+        return [rank for rank, expected, log in said_by if expected in log]
+
+    until(lambda: explained() or all(agent.poll() is not None for agent in agents), LIMIT_S)
+    assert explained(), said(machines)
+    assert agents[explained()[0]].wait(LIMIT_S) == 1
 
 
 def test_naming_the_interface_helps(as_debian_installs_them):
