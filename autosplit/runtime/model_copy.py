@@ -137,32 +137,30 @@ def _shared_or_moved(models: Models, memo: dict[int, Any], device: torch.device)
 
     The copy uses live tensors' memory on `device`. Return a function that restores their values from the host.
     """
-    kept: list[tuple[Tensor, Tensor]] = []
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
     for tensor in {id(t): t for module in models.modules for t in (*module.parameters(), *module.buffers())}.values():
         if not is_accelerator(tensor.device.type) or not _is_plain(tensor):
             continue
         data = tensor.data.to(device)
-        if tensor.device == device:
-            kept.append((data, data.cpu()))
+        storage = data.untyped_storage()
+        if tensor.device == device and storage_key(storage) not in kept:
+            whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+            kept[storage_key(storage)] = whole, whole.cpu()
         memo[id(tensor)] = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
     def restore() -> None:
         with held_interrupts():  # a second Ctrl-C would leave trained values in the live model
-            for data, values in kept:
-                data.copy_(values)
+            for whole, values in kept.values():
+                whole.copy_(values)
 
     return restore if kept else _nothing
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether a copy may use the memory of a tensor, or values in another memory."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.layout is torch.strided
-        and not tensor.is_inference()
-        and (isinstance(tensor, nn.Parameter) or not tensor.requires_grad)
-        and all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    )
+    trains = tensor.requires_grad and not isinstance(tensor, nn.Parameter)  # deepcopy may refuse such a buffer
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return plain and not trains and not tensor.is_inference()
 
 
 def _borrow(models: Models) -> Callable[[], None]:

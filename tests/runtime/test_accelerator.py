@@ -481,10 +481,11 @@ class TestOneDevice:
 
 
 def live(home: str) -> Workload:
-    """Return a workload whose model has weights, buffers and tied weights on a device."""
+    """Return a workload whose model has weights, buffers, tied weights and an expanded buffer on a device."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024), nn.Linear(1024, 1024), nn.Linear(1024, 1024))
     model[3].weight = model[2].weight
+    model.register_buffer("expanded", torch.ones(1, 8).expand(4, 8))
     batch = torch.randn(4, 1024), torch.randint(0, 1024, (4,))
     return Workload(model.to(home), batch, F.cross_entropy, optimizer=torch.optim.AdamW)
 
@@ -492,7 +493,7 @@ def live(home: str) -> Workload:
 def state_of(module: nn.Module) -> list[tuple[int, int, int, str]]:
     """Return the identity, place and version of each tensor, and a hash of its bytes."""
     tensors = [*module.parameters(), *module.buffers()]
-    return [(id(t), t.data_ptr(), t._version, sha256(t.detach().cpu().numpy()).hexdigest()) for t in tensors]
+    return [(id(t), t.data_ptr(), t._version, sha256(t.detach().cpu().numpy().tobytes()).hexdigest()) for t in tensors]
 
 
 @pytest.mark.gpu
