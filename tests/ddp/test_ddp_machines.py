@@ -25,7 +25,7 @@ from machines import Machine, Machines, missing, network_of
 
 from autosplit.plan.plan import Plan
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LIMIT_S = 200
 """Timeout for work of 15 seconds on a quiet machine."""
