@@ -164,7 +164,6 @@ def _batch_and_loss(plan: Plan) -> tuple[str, str]:
 
 
 def _command_again(plan: Plan) -> str:
-    """Return a command with the same request for real GPUs. FILE replaces the workload's file, which is not stored."""
     keywords = ("strategy", "effective_batch_size", "max_batch_size", "reserve", "name")
     asked = {**{name: plan.request.get(name) for name in keywords}, "precision": plan.precision}
     sizes = asked["effective_batch_size"]

@@ -140,7 +140,6 @@ def _require_groups(name: str, optimizer: torch.optim.Optimizer, state: Any) -> 
 
 
 def _foreign_options(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return the options of other classes of torch.optim, or nothing for an optimizer of another package."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         return set()
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]

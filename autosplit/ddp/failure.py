@@ -165,7 +165,6 @@ class Watch:
         self._tell(Word("left", self._rank, "the block ended"))
 
     def _stopped_by(self, word: Word) -> RankFailedError:
-        """Return the error for another rank's failure. First give that rank time to end."""
         if word.kind in ("failed", "interrupted") and word.rank != self._rank:
             time.sleep(_LET_FIRST_S)
         return RankFailedError(self._message(word), rank=word.rank, cause=word.cause)

@@ -226,7 +226,6 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _compare(model: nn.Module) -> None:
-    """Raise InputError if the ranks' models differ, because their collectives would not match."""
     own = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors_of(model).items()]
     everyones = told_by_all(own)
     others = [str(rank) for rank, theirs in enumerate(everyones) if theirs != everyones[0]]

@@ -88,7 +88,6 @@ class LossCollectives(StepListener):
 
 
 def _number() -> int:
-    """Return the number of collectives so far, or 0 if the backend does not count collectives."""
     try:
         count: int = private(dist.group.WORLD, "_get_sequence_number_for_group")()
     except RuntimeError:

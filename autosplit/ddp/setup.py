@@ -102,7 +102,6 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None, *, elastic: bool
 
 @contextmanager
 def _process_group(place: Place, watch: Watch, ctx: Context, store: Any) -> Iterator[Mapping[int, str]]:
-    """Create the process group, yield its `group_sockets`, and destroy the group. Keep an existing group."""
     if dist.is_initialized():
         yield {}
         return

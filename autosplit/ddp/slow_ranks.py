@@ -252,7 +252,6 @@ class SlowRanks(StepListener):
 
 
 def _accepts(sampler: ScheduledBatchSampler, plan: Plan) -> bool:
-    """Switch the sampler to a plan's split. Return False if BatchNorms then can't train on the epoch's last forward."""
     before, split = sampler.rank_slice, tuple(rank.batch_size for rank in plan.ddp.ranks)
     sampler.follow(RankSlice(before.rank, split))
     try:

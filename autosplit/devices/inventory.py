@@ -63,8 +63,6 @@ class DeviceReport:
 
 @dataclass
 class _Gpu:
-    """A GPU while its data from CUDA and from NVML are merged."""
-
     name: str
     notes: list[str]
     logical_index: int | None = None

@@ -160,7 +160,6 @@ def _library(name: str) -> Any:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Prevent huggingface_hub from connecting, whatever a configuration requests."""
     try:
         from huggingface_hub import constants
     except ImportError:  # Without huggingface_hub, no library can connect.

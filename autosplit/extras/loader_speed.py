@@ -274,7 +274,6 @@ def rate_of(
 
 
 def _timed(own: DataLoader[Any], settings: LoaderSettings, batches: Sequence[Sequence[Any]]) -> tuple[TimedLoader, int]:
-    """Time a loader that never ends. Return the result, and the free host memory while its workers run."""
     iterator: Any = None
     try:
         iterator = iter(own)

@@ -105,7 +105,6 @@ def page_of(plan: Plan) -> str:
 
 
 def _digest(text: str) -> str:
-    """Return the source expression of a content security policy that allows this text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

@@ -105,8 +105,6 @@ def write_workload(
 
 @dataclass(frozen=True)
 class _Loss:
-    """A loss in the file. `keyword` is the argument of `Workload`, and `lines` define the loss."""
-
     name: str
     keyword: str = "loss_fn"
     lines: tuple[str, ...] = ()
@@ -114,8 +112,6 @@ class _Loss:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Python expressions for the sample batch and its loss, and the names to import from the user's file."""
-
     inputs: str
     targets: str | None
     loss: _Loss | None

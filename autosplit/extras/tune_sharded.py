@@ -294,7 +294,6 @@ def _like(index: int, planned: PlanDevice) -> Device:
 
 
 def _placed(plan: Plan, devices: Sequence[Device], capacities: Sequence[int]) -> Plan:
-    """Return a plan of simulated devices for the devices that were simulated, with their own memory."""
     ranks = tuple(
         replace(rank, device=device.label, ceiling=_placed_ceiling(rank.ceiling, device, capacity))
         for rank, device, capacity in zip(plan.ddp.ranks, devices, capacities, strict=True)

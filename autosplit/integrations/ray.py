@@ -221,7 +221,6 @@ def _tune_on_worker(config: dict[str, Any]) -> str:
 
 
 def _largest_devices(plan: Plan, count: int) -> list[RankDevice]:
-    """Return `count` devices of the plan, the largest first. Repeat them if there are fewer."""
     largest_first = sorted(plan.devices, key=lambda device: device.ceiling.batch_size, reverse=True)
     return [
         RankDevice(device.label, device.name, budget_bytes=device.memory_bytes if device.budgeted else None)
@@ -277,7 +276,6 @@ def _selector(device: PlanDevice, labels: Mapping[str, Mapping[str, str]]) -> di
 
 
 def _size(nbytes: int) -> str:
-    """Return a size in the largest unit without a fraction, such as ``"2GiB"`` or ``"1536MiB"``."""
     unit, factor = next(
         (unit, factor)
         for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))

@@ -82,7 +82,6 @@ def _depth(name: str) -> int:
 
 
 def _shifted(name: str, shift: int) -> str:
-    """Add ``module.`` to a name `shift` times. If `shift` is negative, remove up to that many."""
     if shift >= 0:
         return ".".join([_WRAPPED] * shift + ([name] if name else []))
     return ".".join(name.split(".")[-shift:]) if _depth(name) >= -shift else name
@@ -100,7 +99,6 @@ def _best_shift(wanted: set[str], given: set[str]) -> int:
 
 
 def _compiled(name: str, places: Mapping[str, str]) -> str:
-    """Add the ``_orig_mod`` parts of the layer to which a bare name belongs."""
     parts = name.split(".")
     for end in range(len(parts) - 1, -1, -1):
         place = places.get(".".join(parts[:end]))

@@ -52,8 +52,6 @@ LIGHTNING = Tool("lightning", "Lightning's Trainer", _EQUALLY)
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The DDP ranks of a plan. A plan for a single device is treated as one rank."""
-
     sizes: tuple[int, ...]
     ceilings: tuple[Ceiling, ...]
     accumulation_steps: int

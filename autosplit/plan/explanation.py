@@ -333,7 +333,6 @@ def _alternative_text(subject: str, alternative: Alternative, known: str) -> str
 
 
 def _attention_text(backends: Mapping[str, Sequence[str]]) -> str:
-    """Return a sentence on the attention back ends. Name the devices only if their back ends differ."""
     if len({tuple(labels) for labels in backends.values()}) > 1:
         texts = [f"{name} on {', '.join(labels)}" for name, labels in backends.items()]
         return f"Attention: {'; '.join(texts)}."

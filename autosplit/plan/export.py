@@ -148,7 +148,6 @@ def _to_transformers(plan: PlanRecord, _path: object) -> Export:
 
 
 def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
-    """Return arguments of `Accelerator`, and the batch size of each process's DataLoader for `prepare`."""
     precision, _ = _precision(plan)
     (even, found), start = even_plan(plan, ACCELERATE), _Start.of(plan)
     on_cpu, several = plan.devices[0].kind == "cpu", even.num_ranks > 1

@@ -240,7 +240,6 @@ _ACCELERATORS = {"H100-80GB": "H100", "A100-40GB": "A100", "V100-16GB": "V100", 
 
 
 def _accelerator(gpu: str) -> str:
-    """Return SkyPilot's name of a GPU. If the catalogue lacks the GPU, return the driver's name."""
     try:
         name = find_card(gpu).name
     except DeviceError:
@@ -276,7 +275,6 @@ def _yaml_lines(value: Any) -> Iterator[str]:
 
 
 def _joined(key: str, value: Any, *, indented: bool) -> Iterator[str]:
-    """Yield a key and its value: scalars on the same line, collections on the following lines."""
     first, *others = _yaml_lines(value)
     if isinstance(value, (Mapping, list, tuple)) and value:
         yield key

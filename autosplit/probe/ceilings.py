@@ -299,7 +299,6 @@ def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
 
 
 def _why_not(prober: Prober, index: int, needed_bytes: int) -> str:
-    """Return the reason why the smallest step did not run. `needed_bytes` is the trace's prediction."""
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
     where = f"{device.label} ({device.name})"
     fits = needed_bytes <= capacity_bytes

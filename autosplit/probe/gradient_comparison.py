@@ -292,7 +292,6 @@ class Comparison:
         return split or accumulated
 
     def _kept_elsewhere(self) -> str:
-        """Return advice for a loss that uses tensors from attributes or forward hooks of the model."""
         if self.workload.compute_loss is None:
             return ""
         kept = [name for module in self.copy.trainee.models.modules for name, _ in kept_tensors(module)]
@@ -318,8 +317,6 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Differences:
-    """Relative differences to the gradient of the whole batch, and the buffers that changed."""
-
     split: dict[str, float]
     accumulation: float | None
     states: tuple[State, ...] = ()

@@ -213,7 +213,6 @@ class QuietCopy:
 
     @contextmanager
     def _alike(self, seed: int = 0, deadline_s: float | None = None) -> Iterator[None]:
-        """Start with the same buffers and random numbers, and restore the buffers afterwards."""
         before = torch.get_default_dtype()
         _seed(seed)
         with ExitStack() as stack:

@@ -125,7 +125,6 @@ def _devices_told(before: Any, now: Any) -> str:
 
 
 def _runs(devices: Any) -> list[tuple[int, str]] | None:
-    """Return the count and name of each run of devices, or None if the file does not have them."""
     if not isinstance(devices, list) or not all(isinstance(run, dict) for run in devices):
         return None
     runs = []

@@ -187,7 +187,6 @@ def _with_ranks(
 
 
 def _of_ranks(plan: Plan, lack: Lack) -> Plan | None:
-    """Return the plan with its DDP settings as the main settings, or None if it has no ranks."""
     ranks = plan.ddp.ranks
     if not ranks:
         return None

@@ -123,7 +123,6 @@ class Turn(contextlib.AbstractContextManager["Turn"]):
         return self._is_over
 
     def _lock_within(self, limit_s: float) -> bool:
-        """Wait for the lock for at most `limit_s`. Return whether this process holds it."""
         import filelock  # slow to import
 
         try:

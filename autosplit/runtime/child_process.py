@@ -198,7 +198,6 @@ class Child:
         return value
 
     def _answer(self, limit_s: float) -> tuple[str, Any]:
-        """Wait for ``("returned", value)`` or ``("raised", encoded exception)``."""
         assert self._pipe is not None
         assert self._process is not None
         deadline_s = time.monotonic() + limit_s

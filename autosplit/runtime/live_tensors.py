@@ -55,7 +55,6 @@ def untouched(workload: Workload) -> Iterator[None]:
 
 
 def _reached(workload: Workload) -> Iterator[Any]:
-    """Yield the modules and tensors that the workload's functions refer to, store or are bound to."""
     functions = (workload.loss_fn, workload.compute_loss, workload.step, workload.evaluate, workload.make_batch)
     todo: deque[Any] = deque(functions)  # breadth first, so direct references come before nested references
     seen: set[int] = set()

@@ -94,8 +94,6 @@ class Observer(Protocol):
 
 @dataclass
 class _Place:
-    """The device and purpose of a memory block, and the bounds of its size (`kernel_memory.Block`)."""
-
     device: int
     kind: Kind = field(default="activations", kw_only=True)
     limits: tuple[float, float] = field(default=NO_LIMITS, kw_only=True)

@@ -63,8 +63,6 @@ def resizer(before: tuple[int, ...], after: tuple[int, ...]) -> Callable[[int], 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """The properties of a tensor that determine an op's cost."""
-
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype

@@ -405,7 +405,6 @@ def _rate(tensors: Sequence[Tensor]) -> str:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's values. Elements repeated by `expand` count once."""
     shape = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
     repeated = math.prod(size for size, stride in shape if stride == 0) or 1
     return tensor.numel() * tensor.element_size() // repeated

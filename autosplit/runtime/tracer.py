@@ -184,7 +184,6 @@ class Tracer:
         return self._followed(shape, splits, ways)
 
     def _settle(self, shape: StepShape) -> None:
-        """Run first steps until memory settles. If possible, create the optimizer state before them."""
         if shape.arrangement == "eval" or self._with_gradient is not None:
             return
         self._with_gradient = []
@@ -296,7 +295,6 @@ class Tracer:
         self._update = None if counted is None else _Update(count, counted, recorder.phase())
 
     def _note_gradients(self) -> None:
-        """Store the parameters with a gradient. If layers are skipped at random, keep the largest set."""
         grads = [(p, p.grad) for p in self.trainee.parameters()]
         self._is_trained |= any(grad is not None for _, grad in grads)
         if self.fake and any(grad is not None and grad.is_sparse for _, grad in grads):

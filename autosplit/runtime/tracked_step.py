@@ -203,7 +203,6 @@ def _standing_bytes(trainee: Trainee) -> int:
 
 
 def _left_by(trainee: Trainee, tracker: Tracker) -> Left:
-    """Return the storages that a step leaves on device 0, except parameters, gradients and optimizer state."""
     for kind, tensors in trainee.held().items():
         for tensor in tensors:
             tracker.classify(tensor, kind)

@@ -120,7 +120,6 @@ class Trainee:
         return [value for optimizer in self.optimizers.items for value in state_tensors(optimizer)]
 
     def _copy_what_has_to_fit(self) -> None:
-        """Copy tensors that exist twice on the device while a checkpoint is loaded or saved."""
         wanted = copying(self.workload.fits)
         if self.copies[0] or not wanted:
             return

@@ -121,8 +121,6 @@ def _talking_to_optuna() -> Iterator[None]:
 
 @dataclass
 class _Search:
-    """The state of a search. See `search` for the arguments."""
-
     space: Space
     evaluate: Evaluate
     propose: Propose
@@ -156,7 +154,6 @@ class _Search:
         return True
 
     def _next(self) -> Proposal:
-        """Return the proposal for the next trial. The cost model is solved only once per trial."""
         if self._proposed is None or self._proposed[0] != len(self.done):
             self._proposed = len(self.done), self.propose(tuple(self.done.values()))
         return self._proposed[1]
@@ -356,7 +353,6 @@ def _remembered(frozen: Any, number: int) -> Trial | None:
 
 
 def _is_sound(trial: Trial) -> bool:
-    """Return whether a trial is valid. Other programs may have changed the database."""
     count = len(trial.split)
     return (
         (trial.samples_per_s is None) == (trial.failure is not None)

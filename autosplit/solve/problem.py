@@ -360,7 +360,6 @@ class Problem:
         return sorted(found)
 
     def _trains(self, answer: Solution) -> bool:
-        """Return whether the last forward, which may be shorter, gives each rank enough samples to train on."""
         last = micro_batch_sizes(answer.effective_batch_size, sum(answer.split))[-1]
         return not any(0 < share < self.region.least_share for share in short_split(last, answer.split))
 

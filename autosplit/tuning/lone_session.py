@@ -178,7 +178,6 @@ class LoneSession(Session):
     # Times
 
     def _curves(self, ranks: tuple[Ceiling, ...]) -> tuple[TimeCurve, ...]:
-        """Time each device separately. Devices that share a CPU have one curve."""
         self.stage = "times"
         if self.memory.plain_cpu_curve is not None:
             return (self.memory.plain_cpu_curve,)
@@ -219,7 +218,6 @@ class LoneSession(Session):
         return [UNTIMED]
 
     def _step_time(self, space: Space, curves: tuple[TimeCurve, ...]) -> StepTime:
-        """Fit the time of a step: the curve of each device, and the costs of replicas."""
         update_s = self.prober.update_seconds()
         fitted = StepTime.bare(curves, update_s, adds_up=self.runtime.shares_processor)
         if not self.memory.replicas or self.runtime.shares_processor:

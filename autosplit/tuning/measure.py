@@ -178,8 +178,6 @@ class _Configuration:
 
 @dataclass(frozen=True)
 class _Found:
-    """The results for each device, in the order of the ranks."""
-
     measurement: Measurement
     capacities_bytes: tuple[int, ...]
     memory: tuple[MemoryParts | None, ...]
@@ -356,7 +354,6 @@ def _ranks_without(fit: Fit, labels: Sequence[str], counted: dict[tuple[int, ...
 
 
 def _run_together(workers: Workers, asked: _Configuration) -> _Found:
-    """Let each rank time its own part without the others. Then run the step on all ranks together."""
     count = len(asked.split)
     alone = workers.ask(_alone_on_rank, asked)
     for rank, found in enumerate(alone):
@@ -381,7 +378,6 @@ def _run_together(workers: Workers, asked: _Configuration) -> _Found:
 
 
 def _alone_on_rank(worker: Worker, asked: _Configuration) -> float | str:
-    """Time this rank's part of a step. Return the error message if it does not fit."""
     prober, shape = worker.prober, asked.own_shape(worker.peers.rank)
     try:
         prober.confirmed_peaks(shape)

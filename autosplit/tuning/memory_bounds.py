@@ -83,7 +83,6 @@ class MemoryBounds:
         return self._ceiling(0, role, accumulates=role == "rank" and self.accumulates)
 
     def _like(self, known: Ceiling, index: int, role: Role, more_bytes: int, accumulates: bool) -> Ceiling:
-        """Find a ceiling. Estimate the first size to try from the ceiling of another device."""
         slope = known.bytes_per_sample
         room_bytes = self.capacities_bytes[index] - known.fixed_bytes - more_bytes
         start = max(1, int(room_bytes / slope)) if slope > 0 else None
@@ -232,7 +231,6 @@ class MemoryBounds:
         )
 
     def _plane_beside(self, alone: int, others: tuple[Ceiling, ...], *, accumulates: bool) -> MemoryFit:
-        """Fit device 0's memory near its capacity, with samples on the other devices."""
         share = min(self.prober.max_batch_size, alone)
         room = max(1, self.prober.max_batch_size - share)
         return self._plane(share, min(room, sum(c.batch_size for c in others)), accumulates=accumulates)

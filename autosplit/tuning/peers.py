@@ -72,8 +72,6 @@ class Failure:
 
 @dataclass(frozen=True)
 class _Told(Generic[T]):
-    """The result or the failure of a rank."""
-
     value: T | None
     failure: Failure | None
 

@@ -172,7 +172,6 @@ class RankSteps:
         )
 
     def _block(self, sizes: tuple[int, ...], count: int) -> tuple[float, float]:
-        """Run steps with all ranks. Return the time of all steps and of the last optimizer update, in seconds."""
         begun_s: list[float] = []
 
         def mark(phase: str) -> None:

@@ -385,7 +385,6 @@ def _fastest(plans: Mapping[str, Plan]) -> tuple[str, Plan]:
 
 
 def _chosen(plans: Mapping[str, Plan], workers: Workers) -> Plan:
-    """Return the fastest plan, with the results of all variants. Its profile gets these results, too."""
     name, best = _fastest(plans)
     if len(plans) < 2:
         return replaced(best, ways=())

@@ -198,7 +198,6 @@ def _comparison_table(comparison: Comparison, *, narrow: bool) -> Table:
 
 
 def _machine_plan_texts(machine: ComparedMachine, *, with_precision: bool) -> list[str]:
-    """Return a machine's plan as strings, such as ``(12, 24) = 36`` and ``3 steps``, or the reason why nothing fits."""
     plan, misfit = machine.plan, machine.misfit
     if machine.cluster is not None:
         whole = machine.cluster.whole

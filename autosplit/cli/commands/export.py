@@ -38,7 +38,6 @@ def export(
 
 
 def _checked(to: str | None, output: str | None, *, force: bool) -> str:
-    """Return the export format. Raise InputError for invalid flags before a plan is loaded."""
     from autosplit.plan.export import FORMATS
 
     if to not in FORMATS:

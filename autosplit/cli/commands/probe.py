@@ -164,7 +164,6 @@ def _found_text(ceiling: Ceiling, *, simulated: bool) -> str:
 
 
 def _check_plot(path: str) -> None:
-    """Raise InputError before a long search if a plot can't be drawn."""
     check_installed("matplotlib.figure", "--plot")
     from matplotlib.backend_bases import FigureCanvasBase
 

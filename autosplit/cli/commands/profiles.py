@@ -193,7 +193,6 @@ def _plan_text(profile: Profile) -> str:
 
 
 def _age_text(age_s: float) -> str:
-    """Format an age in one unit, such as ``3 h``, or as ``now`` below a minute."""
     if age_s < 60:
         return "now"
     amount = age_s
