@@ -39,8 +39,8 @@ def training_copy(
 ) -> Trainee:
     """Copy a workload's model and optimizer so that they can be trained.
 
-    On the live model's own accelerator, the copy trains the live tensors until `Trainee.restore`. A model that cannot
-    be deep-copied runs itself, on copies of its tensors, until then.
+    On the live model's own accelerator, the copy trains the live tensors' memory until `Trainee.restore`. A model that
+    cannot be deep-copied runs itself until then.
 
     Args:
         workload: Its model may be a factory, which is called here.
@@ -119,17 +119,16 @@ def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Mode
 def _copied_or_borrowed(
     models: Models, memo: dict[int, Any], device: torch.device | None
 ) -> tuple[Models, Callable[[], None]]:
+    restore = _nothing if device is None else _shared_or_moved(models, memo, device)
     try:
-        restore = _nothing if device is None else _shared_or_moved(models, memo, device)
         return copy.deepcopy(models, memo).map(with_eager_parts), restore
     except torch.OutOfMemoryError:
         raise
     except Exception:  # noqa: BLE001  # a `__deepcopy__` method or an attribute that cannot be copied may raise
         memo.clear()
-        restore = _borrow(models)
-        # The optimizer's copy then trains the live parameters, which temporarily contain copies of their data.
+        # The optimizer's copy then trains the live parameters, whose data is restored.
         memo.update({id(p): p for module in models.modules for p in module.parameters()})
-        return models, restore
+        return models, _borrow(models, device, restore)
 
 
 def _shared_or_moved(models: Models, memo: dict[int, Any], device: torch.device) -> Callable[[], None]:
@@ -163,8 +162,8 @@ def _is_plain(tensor: Tensor) -> bool:
     return plain and not trains and not tensor.is_inference()
 
 
-def _borrow(models: Models) -> Callable[[], None]:
-    """Give a live model copies of its data to train. Return a function that restores the data."""
+def _borrow(models: Models, device: torch.device | None, restore_values: Callable[[], None]) -> Callable[[], None]:
+    """Let a live model train copies of its data, or its own memory on `device`. Return a function that restores it."""
     parts = [part for module in models.modules for part in module.modules()]
     modes = [(part, part.training) for part in parts]
     slots = [(part, dict(part._buffers)) for part in parts]
@@ -173,9 +172,10 @@ def _borrow(models: Models) -> Callable[[], None]:
     versions = [None if tensor.is_inference() else tensor._version for tensor in tensors.values()]
     kept = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors.values()]
     for tensor, data, _, _ in kept:
-        tensor.data, tensor.grad = data.clone(), None
+        tensor.data, tensor.grad = data if data.device == device and _is_plain(tensor) else data.clone(), None
 
     def restore() -> None:
+        restore_values()
         for part, buffers in slots:
             part._buffers.clear()  # a forward may have registered additional buffers
             part._buffers.update(buffers)
@@ -300,7 +300,9 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
     # Optimizer state moves to its parameter's device. Scalars (step counts) stay on the host.
     for parameter, state in twin.state.items():
         for name, value in state.items() if isinstance(parameter, Tensor) else ():
-            if isinstance(value, Tensor) and value.dim() > 0 and value.device != parameter.device:
+            if isinstance(value, Tensor) and (
+                value.dim() > 0 or is_accelerator(value.device.type) or (name != "step" and parameter.dim() == 0)
+            ):
                 state[name] = value.to(parameter.device)
     return twin
 
