@@ -126,7 +126,6 @@ def _copied_or_borrowed(
         raise
     except Exception:  # noqa: BLE001  # a `__deepcopy__` method or an attribute that cannot be copied may raise
         memo.clear()
-        # The optimizer's copy then trains the live parameters, whose data is restored.
         memo.update({id(p): p for module in models.modules for p in module.parameters()})
         return models, _borrow(models, device, restore)
 
@@ -138,7 +137,7 @@ def _shared_or_moved(models: Models, memo: dict[int, Any], device: torch.device)
     """
     kept: dict[int, tuple[Tensor, Tensor]] = {}
     for tensor in {id(t): t for module in models.modules for t in (*module.parameters(), *module.buffers())}.values():
-        if not is_accelerator(tensor.device.type) or not _is_plain(tensor):
+        if not _is_plain_on_accelerator(tensor):
             continue
         data = tensor.data.to(device)
         storage = data.untyped_storage()
@@ -155,11 +154,11 @@ def _shared_or_moved(models: Models, memo: dict[int, Any], device: torch.device)
     return restore if kept else _nothing
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_plain_on_accelerator(tensor: Tensor) -> bool:
     """Return whether a copy may use the memory of a tensor, or values in another memory."""
     trains = tensor.requires_grad and not isinstance(tensor, nn.Parameter)  # deepcopy may refuse such a buffer
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return plain and not trains and not tensor.is_inference()
+    return is_accelerator(tensor.device.type) and plain and not trains and not tensor.is_inference()
 
 
 def _borrow(models: Models, device: torch.device | None, restore_values: Callable[[], None]) -> Callable[[], None]:
@@ -172,7 +171,8 @@ def _borrow(models: Models, device: torch.device | None, restore_values: Callabl
     versions = [None if tensor.is_inference() else tensor._version for tensor in tensors.values()]
     kept = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors.values()]
     for tensor, data, _, _ in kept:
-        tensor.data, tensor.grad = data if data.device == device and _is_plain(tensor) else data.clone(), None
+        shares = tensor.device == device and _is_plain_on_accelerator(tensor)
+        tensor.data, tensor.grad = data if shares else data.clone(), None
 
     def restore() -> None:
         restore_values()
