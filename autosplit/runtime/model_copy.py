@@ -39,8 +39,8 @@ def training_copy(
 ) -> Trainee:
     """Copy a workload's model and optimizer so that they can be trained.
 
-    On the live model's own accelerator, the copy trains the live tensors until `Trainee.restore`. A model that cannot
-    be deep-copied runs itself, on copies of its tensors, until then.
+    On the live model's own accelerator, the copy trains the live tensors' memory until `Trainee.restore`. A model that
+    cannot be deep-copied runs itself until then.
 
     Args:
         workload: Its model may be a factory, which is called here.
@@ -119,17 +119,15 @@ def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Mode
 def _copied_or_borrowed(
     models: Models, memo: dict[int, Any], device: torch.device | None
 ) -> tuple[Models, Callable[[], None]]:
+    restore = _nothing if device is None else _shared_or_moved(models, memo, device)
     try:
-        restore = _nothing if device is None else _shared_or_moved(models, memo, device)
         return copy.deepcopy(models, memo).map(with_eager_parts), restore
     except torch.OutOfMemoryError:
         raise
     except Exception:  # noqa: BLE001  # a `__deepcopy__` method or an attribute that cannot be copied may raise
         memo.clear()
-        restore = _borrow(models)
-        # The optimizer's copy then trains the live parameters, which temporarily contain copies of their data.
         memo.update({id(p): p for module in models.modules for p in module.parameters()})
-        return models, restore
+        return models, _borrow(models, device, restore)
 
 
 def _shared_or_moved(models: Models, memo: dict[int, Any], device: torch.device) -> Callable[[], None]:
@@ -139,7 +137,7 @@ def _shared_or_moved(models: Models, memo: dict[int, Any], device: torch.device)
     """
     kept: dict[int, tuple[Tensor, Tensor]] = {}
     for tensor in {id(t): t for module in models.modules for t in (*module.parameters(), *module.buffers())}.values():
-        if not is_accelerator(tensor.device.type) or not _is_plain(tensor):
+        if not _is_plain_on_accelerator(tensor):
             continue
         data = tensor.data.to(device)
         storage = data.untyped_storage()
@@ -156,15 +154,15 @@ def _shared_or_moved(models: Models, memo: dict[int, Any], device: torch.device)
     return restore if kept else _nothing
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_plain_on_accelerator(tensor: Tensor) -> bool:
     """Return whether a copy may use the memory of a tensor, or values in another memory."""
     trains = tensor.requires_grad and not isinstance(tensor, nn.Parameter)  # deepcopy may refuse such a buffer
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return plain and not trains and not tensor.is_inference()
+    return is_accelerator(tensor.device.type) and plain and not trains and not tensor.is_inference()
 
 
-def _borrow(models: Models) -> Callable[[], None]:
-    """Give a live model copies of its data to train. Return a function that restores the data."""
+def _borrow(models: Models, device: torch.device | None, restore_values: Callable[[], None]) -> Callable[[], None]:
+    """Let a live model train copies of its data, or its own memory on `device`. Return a function that restores it."""
     parts = [part for module in models.modules for part in module.modules()]
     modes = [(part, part.training) for part in parts]
     slots = [(part, dict(part._buffers)) for part in parts]
@@ -173,9 +171,11 @@ def _borrow(models: Models) -> Callable[[], None]:
     versions = [None if tensor.is_inference() else tensor._version for tensor in tensors.values()]
     kept = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors.values()]
     for tensor, data, _, _ in kept:
-        tensor.data, tensor.grad = data.clone(), None
+        shares = tensor.device == device and _is_plain_on_accelerator(tensor)
+        tensor.data, tensor.grad = data if shares else data.clone(), None
 
     def restore() -> None:
+        restore_values()
         for part, buffers in slots:
             part._buffers.clear()  # a forward may have registered additional buffers
             part._buffers.update(buffers)
@@ -300,7 +300,9 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
     # Optimizer state moves to its parameter's device. Scalars (step counts) stay on the host.
     for parameter, state in twin.state.items():
         for name, value in state.items() if isinstance(parameter, Tensor) else ():
-            if isinstance(value, Tensor) and value.dim() > 0 and value.device != parameter.device:
+            if isinstance(value, Tensor) and (
+                value.dim() > 0 or is_accelerator(value.device.type) or (name != "step" and parameter.dim() == 0)
+            ):
                 state[name] = value.to(parameter.device)
     return twin
 

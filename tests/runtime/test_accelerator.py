@@ -449,6 +449,19 @@ class TestOneDevice:
         assert found[0] > 500
         assert found[1] == pytest.approx(found[0], rel=0.01)  # the allocator may place blocks differently
 
+    def test_a_model_that_is_there_already_and_has_no_copy_counts_once(self):
+        """deepcopy rejects results of operators, such as the weight of `torch.nn.utils.weight_norm`."""
+        peaks = []
+        for home in ("cpu", f"{KIND}:0"):
+            workload = live(home)
+            workload.model.computed = workload.model[0].bias[:2] * 2
+            before = state_of(workload.model)
+            with running(f"{KIND}:0", workload) as runtime:
+                peaks.append(runtime.peaks(StepShape(((4,),)))[0])
+                assert state_of(workload.model) != before
+            assert state_of(workload.model) == before
+        assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
+
     def test_a_model_that_is_there_already_gets_its_values_back_after_an_error(self):
         workload = live(f"{KIND}:0")
         before = state_of(workload.model)
@@ -525,6 +538,28 @@ class TestTwoDevices:
         before = state_of(workload.model)
         tune(workload, devices=f"{KIND}:0,1", effective_batch_size=64, max_batch_size=32, profile="off", n_trials=2)
         assert state_of(workload.model) == before
+
+    def test_the_state_of_a_single_number_moves_with_its_parameter(self):
+        """The state of CLIP's `logit_scale` stayed on the first device. The update on the second raised an error."""
+
+        class Scaled(nn.Linear):
+            def forward(self, x):
+                return super().forward(x) * self.scale
+
+        model = Scaled(4, 4)
+        model.scale = nn.Parameter(torch.tensor(1.0))
+        model.to(f"{KIND}:0")
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.scale.grad = torch.ones_like(model.scale)
+        optimizer.step()
+        with running(f"{KIND}:1", Workload(model, torch.randn(4, 4), optimizer=optimizer)) as runtime:
+            assert runtime.peaks(StepShape(((4,),), "rank"))[0] > 0
+            state = runtime._trainee.optimizers.given.state[runtime._trainee.models.given.scale]
+            assert {name: str(value.device) for name, value in state.items()} == {
+                "step": "cpu",
+                "exp_avg": f"{KIND}:1",
+                "exp_avg_sq": f"{KIND}:1",
+            }
 
     @needs_emulated
     def test_alone_on_the_second_the_first_has_no_context(self):
