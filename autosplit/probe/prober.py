@@ -186,7 +186,9 @@ class Prober:
         if batch_size < 2 * self.least_batch():
             return (int(predicted(batch_size)), 0) if batch_size else (0, 0)
         half = 2 if batch_size == 3 else batch_size // 2
-        slope = (predicted(batch_size) - predicted(half)) / (batch_size - half)
+        slope = max(
+            0.0, (predicted(batch_size) - predicted(half)) / (batch_size - half)
+        )  # a plan rejects a negative one
         return int(predicted(batch_size) - slope * batch_size), int(slope)
 
     # Real steps

@@ -194,6 +194,11 @@ class TestOffTheTrace:
         with pytest.raises(OutOfMemoryError):
             runtime.peaks(StepShape(((found.batch_size + 1,),)))
 
+    def test_a_peak_that_falls_with_the_batch_gives_a_line_without_slope(self, tracer):
+        """A plan with -64 bytes per sample was refused after the whole tuning."""
+        prober = Prober(StandIn(tracer, [capacity_for(tracer, 300)]), tracer, 4096)
+        assert prober.line(lambda n: 10_000 - 64 * n, 8) == (10_000 - 64 * 8, 0)
+
     def test_the_points_say_what_ran(self, tracer):
         found = ceiling_of(Prober(StandIn(tracer, [capacity_for(tracer, 300)]), tracer, 4096), 0, "primary")
         ran = {n: nbytes for n, nbytes, real in found.points if real}
