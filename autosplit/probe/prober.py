@@ -188,7 +188,7 @@ class Prober:
         half = 2 if batch_size == 3 else batch_size // 2
         slope = max(
             0.0, (predicted(batch_size) - predicted(half)) / (batch_size - half)
-        )  # a plan rejects a negative one
+        )  # plans refuse negatives
         return int(predicted(batch_size) - slope * batch_size), int(slope)
 
     # Real steps
