@@ -186,9 +186,7 @@ class Prober:
         if batch_size < 2 * self.least_batch():
             return (int(predicted(batch_size)), 0) if batch_size else (0, 0)
         half = 2 if batch_size == 3 else batch_size // 2
-        slope = max(
-            0.0, (predicted(batch_size) - predicted(half)) / (batch_size - half)
-        )  # plans refuse negatives
+        slope = max(0.0, (predicted(batch_size) - predicted(half)) / (batch_size - half))  # plans refuse negatives
         return int(predicted(batch_size) - slope * batch_size), int(slope)
 
     # Real steps
