@@ -263,6 +263,7 @@ def _keep_alive(end: socket.socket) -> None:
 
 
 def _hosts_here() -> tuple[str, ...]:
+    """Return the addresses of this machine. Ranks on the same machine use the first."""
     found = ("127.0.0.1", os.environ.get("MASTER_ADDR", ""), socket.gethostname())
     return tuple(dict.fromkeys(filter(None, found)))
 

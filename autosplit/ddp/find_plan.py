@@ -82,6 +82,7 @@ def hint_for_size(parameters: int, world_size: int) -> str:
 
 
 def _fastest_ways(found: list[tuple[Plan, Path]]) -> list[tuple[Plan, Path]]:
+    """Keep only the fastest of plans that differ only in their checkpointed layers. One tuning saves them all."""
     fastest: dict[str, tuple[Plan, Path]] = {}
     for plan, path in found:
         workload = {name: value for name, value in plan.workload.items() if name != "checkpointing"}

@@ -298,6 +298,7 @@ def _refuse_twin(machine: AskedMachine, twins: Sequence[AskedMachine]) -> None:
 
 
 def _identity(devices: Sequence[Device]) -> tuple[Any, ...]:
+    """Return a key that is equal for equal machines: ``sim:L4+L4`` is ``sim:2xL4``. Free memory does not count."""
     return tuple((d.kind, d.index, d.name, d.capacity_bytes if d.budgeted else None) for d in devices)
 
 

@@ -342,7 +342,6 @@ def _cells(found: Landscape) -> Iterator[Spec]:
 
 
 def _curve_chart(plan: PlanRecord) -> Chart:
-    """Describe the chart of throughput by batch size. For a plan with one device, it replaces `_landscape_chart`."""
     title = "Throughput by batch_size"
     known = curve_of(plan)
     if not known:

@@ -390,7 +390,6 @@ def _at_least(curve: TimeCurve, seconds: float, most: int) -> TimeCurve:
 
 
 def _measured(plan: Plan) -> tuple[Fit, int]:
-    """Return the plan's time model and the bytes of the whole optimizer state. Raise PlanError without them."""
     memory = plan.devices[0].memory
     lacks = "no time model" if plan.fit is None else "no parts of device 0's memory" if memory is None else None
     if plan.ddp.shard_size is not None:

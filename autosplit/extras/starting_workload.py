@@ -105,6 +105,8 @@ def write_workload(
 
 @dataclass(frozen=True)
 class _Loss:
+    """A loss in the file. `keyword` is the argument of `Workload`, and `lines` define the loss."""
+
     name: str
     keyword: str = "loss_fn"
     lines: tuple[str, ...] = ()

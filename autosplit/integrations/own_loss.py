@@ -98,7 +98,6 @@ class OwnLoss:
 
 
 def _samples(kwargs: dict[str, Any], loader: Any) -> Samples | dict[str, Any]:
-    """Return samples of the batch, or of the data set if the batch cannot be cut or has a single sample."""
     try:
         found = Samples.in_batch(kwargs)
     except WorkloadError:

@@ -81,6 +81,7 @@ class CallCuts:
         return listed([*reversed(named.values())], 3)
 
     def _structure(self, call: Any) -> frozenset[int]:
+        """Return the ids of lists of tensors whose length did not change with the batch."""
         return frozenset(
             id(part)
             for place, part, size in _sized_parts(call, self.dim)

@@ -82,6 +82,7 @@ def _depth(name: str) -> int:
 
 
 def _shifted(name: str, shift: int) -> str:
+    """Add ``module.`` to a name `shift` times. If `shift` is negative, remove up to that many."""
     if shift >= 0:
         return ".".join([_WRAPPED] * shift + ([name] if name else []))
     return ".".join(name.split(".")[-shift:]) if _depth(name) >= -shift else name

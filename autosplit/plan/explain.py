@@ -261,7 +261,6 @@ def changes_of(relaxed: Iterable[Relaxed], base: float, rate: Callable[[Relaxed]
 
 
 def _kinds_of(plan: PlanRecord) -> list[int]:
-    """Return the positions of device 0, and of the first device of each kind among the others."""
     firsts: dict[object, int] = {}
     for index, device in enumerate(plan.devices):
         firsts.setdefault((index == 0, device.name, device.capacity_bytes, device.ceiling.batch_size), index)
@@ -269,7 +268,6 @@ def _kinds_of(plan: PlanRecord) -> list[int]:
 
 
 def _alone_of(plan: PlanRecord) -> Iterator[tuple[int, int]]:
-    """Yield the position of one device of each name, and the largest batch that this device can run alone."""
     names = set()
     ranks = [rank.ceiling.batch_size for rank in plan.ddp.ranks] or [0] * len(plan.devices)
     for index, device in enumerate(plan.devices):

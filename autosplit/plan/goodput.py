@@ -136,7 +136,6 @@ def goodput_of(plan: PlanRecord, noise_scale: NoiseEstimate | float) -> Goodput:
 
 
 def _rates(plan: PlanRecord, most: float) -> dict[int, float]:
-    """Predict the samples/s of effective batch sizes up to `most`: one smaller forward, or several full forwards."""
     problem = required_problem(plan)
     sizes = {*geometric(plan.batch_size), plan.effective_batch_size}
     if plan.accumulates and compared_split(plan, plan.split, 2).fits:

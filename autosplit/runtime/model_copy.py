@@ -297,7 +297,7 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
         if name != "step" and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
     }
     twin.__setstate__(copy.deepcopy(kept, memo))
-    # Optimizer state moves to its parameter's device. Scalars (step counts) stay on the host.
+    # Optimizer state moves to its parameter's device. Step counts on the host stay there.
     for parameter, state in twin.state.items():
         for name, value in state.items() if isinstance(parameter, Tensor) else ():
             if isinstance(value, Tensor) and (

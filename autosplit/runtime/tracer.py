@@ -295,6 +295,7 @@ class Tracer:
         self._update = None if counted is None else _Update(count, counted, recorder.phase())
 
     def _note_gradients(self) -> None:
+        """Store the parameters with a gradient. If layers are skipped at random, keep the largest set."""
         grads = [(p, p.grad) for p in self.trainee.parameters()]
         self._is_trained |= any(grad is not None for _, grad in grads)
         if self.fake and any(grad is not None and grad.is_sparse for _, grad in grads):

@@ -353,6 +353,7 @@ def _remembered(frozen: Any, number: int) -> Trial | None:
 
 
 def _is_sound(trial: Trial) -> bool:
+    """Return whether a trial is valid. Other programs may have changed the database."""
     count = len(trial.split)
     return (
         (trial.samples_per_s is None) == (trial.failure is not None)

@@ -274,7 +274,6 @@ class LoneSession(Session):
         return measured, None
 
     def _timed(self, split: tuple[int, ...], *counts: int) -> list[float]:
-        """Time steps with these numbers of micro-steps, without the optimizer. Return [] if a step does not fit."""
         self._report(f"timing the split {split}")
         try:
             return [self.prober.micro_seconds(StepShape((split,) * count), budget_s=POINT_BUDGET_S) for count in counts]

@@ -236,7 +236,6 @@ class MemoryBounds:
         return self._plane(share, min(room, sum(c.batch_size for c in others)), accumulates=accumulates)
 
     def _plane(self, share: int, others: int, *, accumulates: bool) -> MemoryFit:
-        """Fit device 0's memory near `share` samples on it and `others` samples on all other devices together."""
         beside = proportional_split(others, tuple(max(1, ceiling.batch_size) for ceiling in self.replicas))
         return primary_fit(self.prober, self._measured_primary, share, beside, accumulates=accumulates)
 

@@ -217,6 +217,7 @@ class Session(ABC):
         return self.solver.space.region.least_share
 
     def _best_trial(self) -> Trial | None:
+        """Return the best trial according to the time model fitted to all trials, with its own measurements."""
         if not self.trials:
             return None
         solver = self.solver.refitted(self.trials)
