@@ -64,7 +64,7 @@ class Failure:
         """Return the error that other ranks raise. DoesNotFitError keeps its type, because another variant may fit."""
         message = f"rank {self.rank} failed: {self.message}"
         if self.exit_code == DoesNotFitError.exit_code:
-            return DoesNotFitError(message)
+            return DoesNotFitError(message, device_index=self.rank)
         return RankFailedError(
             message, rank=self.rank, cause=self.message, exit_code=self.exit_code, frames=self.frames
         )
