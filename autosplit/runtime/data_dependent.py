@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from autosplit.notes import Note
+from autosplit.rng import ExtremeDraws
 from autosplit.runtime.row_counts import OPERATORS, grouped_product
 from autosplit.runtime.sample_values import SampleValues, WholeReads, calling_module
-from autosplit.torch_versions import DATA_DEPENDENT_ERRORS, FakeTensor, aten_ops
+from autosplit.torch_versions import DATA_DEPENDENT_ERRORS, FakeTensor, aten_ops, unset_fake_temporarily
 
 _aten = torch.ops.aten
 
@@ -34,6 +35,16 @@ _MASKS = (torch.bool, torch.uint8)
 _READS = aten_ops("_local_scalar_dense item equal allclose is_nonzero")
 _GROUPED_PRODUCTS = aten_ops("_grouped_mm")
 _NOTHING = object()
+
+MOST_DECIDED_BY = 64
+"""Size of the largest draw that may decide which layers run. Models do not branch on each element of a larger draw."""
+
+_DRAWS = frozenset(
+    getattr(packet, overload)
+    for packet in (_aten.rand, _aten.uniform_, _aten.bernoulli, _aten.bernoulli_)
+    for overload in packet.overloads()
+    if "out" not in overload
+)
 
 
 class DataDependent:
@@ -176,3 +187,23 @@ def _name(packet: Any) -> str:
 
 def _listed(names: Mapping[str, None]) -> str:
     return ", ".join(names)
+
+
+def replace_drawn(draws: ExtremeDraws, func: Any, args: Sequence[Any], drawn: Any) -> None:
+    """Replace the output of an operator that draws few random numbers. Other operators are unchanged.
+
+    A fake tensor with one element gets the number as its constant, so that `item()` returns it.
+    """
+    number = draws.draw() if func in _DRAWS and drawn.numel() <= MOST_DECIDED_BY else None
+    if number is None:
+        return
+    if "bernoulli" in func.name():
+        number = float(round(number))
+    elif func is _aten.uniform_.default:
+        low, high = args[1] if len(args) > 1 else 0.0, args[2] if len(args) > 2 else 1.0
+        number = low + (high - low) * number
+    if not isinstance(drawn, FakeTensor):
+        drawn.fill_(number)
+    elif drawn.numel() == 1:
+        with unset_fake_temporarily():
+            drawn.constant = torch.full(drawn.shape, number, dtype=drawn.dtype)
