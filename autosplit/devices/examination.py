@@ -229,7 +229,7 @@ def row_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class SharedResult:
-    """The results that `autosplit doctor --share` writes, with a plan's predictions for the machine.
+    """The results of `autosplit doctor` that a user shares.
 
     Attributes:
         schema_version: Version of this format. It changes if a key is removed or gets a different meaning.
