@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from fake_gpus import GIB, NEW_ARCHES, FakeCard, FakeCuda, cards, stand_in
+from fake_gpus import GIB, NEW_ARCHES, FakeCard, FakeCuda, cards, installer, stand_in
 from gpus import COUNT, KIND
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,15 +37,7 @@ CARD_NAMES = tuple(gpu_catalog())
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """Replace CUDA and NVML by fakes. A text instead of a fake is the reason why there is none."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-    def install(cuda: FakeCuda | str, nvml: SimpleNamespace | str = "no NVML") -> None:
-        found = Found(None, "cuda", cuda) if isinstance(cuda, str) else Found(cuda, "cuda")
-        told = (None, nvml) if isinstance(nvml, str) else (nvml, "")
-        stand_in(monkeypatch, accelerators=lambda kind=None: found, nvml=lambda: told)
-
-    return install
+    return installer(monkeypatch)
 
 
 # --------------------------------------------------------------------------------------------------------- sizes
