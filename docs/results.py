@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from autosplit.devices.shared_result import SharedResult
+from autosplit.devices.examination import SharedResult
 from autosplit.text import rate_text, size_text
 
 FOLDER = Path(__file__).parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from autosplit.devices import accelerator, inventory, spec
+from autosplit.devices.accelerator import Found
 
 GIB = 2**30
 NEW_ARCHES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
@@ -80,3 +82,15 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *, accelerators: Any = None, nvml:
         for name, fake in (("accelerator_at", accelerators), ("started_nvml", nvml)):
             if fake is not None and hasattr(module, name):
                 monkeypatch.setattr(module, name, fake)
+
+
+def installer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Replace CUDA and NVML by fakes. A text instead of a fake is the reason why there is none."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def install(cuda: FakeCuda | str, nvml: Any = "no NVML") -> None:
+        found = Found(None, "cuda", cuda) if isinstance(cuda, str) else Found(cuda, "cuda")
+        told = (None, nvml) if isinstance(nvml, str) else (nvml, "")
+        stand_in(monkeypatch, accelerators=lambda kind=None: found, nvml=lambda: told)
+
+    return install

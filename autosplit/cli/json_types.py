@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from autosplit.cli.stored_profile import Profile
-from autosplit.devices.examination import Examination
+from autosplit.devices.examination import Examination, SharedResult
 from autosplit.devices.inventory import DeviceReport
-from autosplit.devices.shared_result import SharedResult
 from autosplit.extras.cluster import ClusterPrediction
 from autosplit.extras.compare import Compute, Misfit
 from autosplit.extras.written_workload import StartingWorkload

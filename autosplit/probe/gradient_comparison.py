@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,8 +19,7 @@ from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDearError, relative
 from autosplit.probe.loss_rule import Rule, mixed, reduction_of, rule_of
 from autosplit.probe.module_hooks import NormSeen, first_difference, freeze, printing, watching_draws, watching_norms
-from autosplit.probe.state_check import State, lost_names, state_check
-from autosplit.torch_versions import BATCH_NORMS
+from autosplit.torch_versions import BATCH_NORMS, NORMS
 from autosplit.workload.samples import batch_size_of
 from autosplit.workload.tree import marked, named_leaves
 from autosplit.workload.workload import Workload, modules_of, sample_text
@@ -35,6 +35,11 @@ ROUNDINGS = 10
 
 MOST_ROUNDING = 1e-2
 """Largest measured difference that counts as rounding."""
+
+State = dict[str, torch.Tensor]
+"""Buffers that a run changed (memory banks, codebooks, expert loads): new values by path."""
+
+_MOST_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -175,15 +180,15 @@ class Comparison:
         copy, states = self.copy, () if self.differences is None else self.differences.states
         if not begun.state or not states:
             return ()
-        names = lost_names(begun.state, states[0], copy.modules, self.tolerance)
+        names = _lost_names(begun.state, states[0], copy.modules, self.tolerance)
         if names:
             copy.again()
             names = [name for name in names if name in copy.state]
         if names:  # Try another seed: a codebook may replace entries at random.
             copy.whole(seed=1)
-            drawn = lost_names(begun.state, copy.state, copy.modules, self.tolerance)
+            drawn = _lost_names(begun.state, copy.state, copy.modules, self.tolerance)
             names = [name for name in names if name not in drawn]
-        return (state_check(names, begun.state, states),) if names else ()
+        return (_state_check(names, begun.state, states),) if names else ()
 
     @property
     def _weights(self) -> tuple[float, float]:
@@ -368,3 +373,45 @@ def _finite(error: float | None) -> float | None:
 
 def _is_finite(gradients: Gradients) -> bool:
     return all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+
+
+def _lost_names(whole: State, split: State, modules: Sequence[tuple[str, nn.Module]], tolerance: float) -> list[str]:
+    """Return the names of buffers that differ after a forward of the whole batch and one of the split batch.
+
+    Buffers of BatchNorm and InstanceNorm are left out.
+    """
+    norms = tuple(f"{path}." for path, module in modules if isinstance(module, NORMS))
+    names = [name for name in whole if not name.startswith(norms)]
+    return [name for name in names if _difference(whole[name], split.get(name)) > tolerance]
+
+
+def _state_check(names: Sequence[str], whole: State, cut: Sequence[State]) -> Check:
+    """Return the check result for the buffers that `_lost_names` returned.
+
+    Args:
+        whole: The buffers after the whole batch.
+        cut: The buffers after the batch is split over devices and, if that is run, after it is accumulated.
+    """
+    errors = [max(_difference(whole[name], state.get(name)) for name in names) for state in cut]
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return Check(
+        f"state in {', '.join(names[:_MOST_NAMES])}{more}",
+        errors[0],
+        errors[1] if len(errors) > 1 else None,
+        depends=True,
+        advice="The forward updates these buffers. With several devices, only the update from device 0 (with DDP: "
+        "from rank 0) may be kept. Return the values that the update needs from the forward, and update the "
+        "buffers after optimizer.step().",
+    )
+
+
+def _difference(whole: torch.Tensor, cut: torch.Tensor | None) -> float:
+    """Return ``|cut - whole| / |whole|``, 1 if the buffer was not changed, 0 if the shapes can't be compared."""
+    if cut is None:
+        return 1.0
+    if cut.shape != whole.shape or whole.is_complex():
+        return 0.0
+    size = float(whole.double().norm())
+    error = float((cut.double() - whole.double()).norm())
+    found = error / size if size else error
+    return found if math.isfinite(found) else 0.0

@@ -14,18 +14,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from autosplit.runtime.tensor_parts import tensors_among
 from autosplit.torch_versions import default_device
 
 T = TypeVar("T")
-
-FACTORIES = frozenset(
-    {
-        *(torch.empty, torch.zeros, torch.ones, torch.full, torch.empty_strided, torch.normal),
-        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.arange, torch.linspace, torch.logspace),
-        *(Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
-    }
-)
-"""Functions that make tensors of a size given by their arguments. They also work on the meta device."""
 
 
 class TooLarge(BaseException):  # not an Exception, so that `except Exception` in user code does not catch it
@@ -35,8 +27,8 @@ class TooLarge(BaseException):  # not an Exception, so that `except Exception` i
 def built_within(build: Callable[[], T], most_bytes: int) -> T:
     """Call a function, and stop it if its tensors exceed a total size. Freed tensors count, too.
 
-    For factories such as `torch.zeros`, check the size before memory is allocated. For other functions, check it
-    afterwards.
+    The size is checked after each call, because memory that no value fills takes no space: `nn.Linear` stops at
+    `torch.empty`.
 
     Raises:
         TooLarge: The tensors are larger, or are on a device other than the CPU.
@@ -80,16 +72,13 @@ class _Bound(TorchFunctionMode):
     ) -> Any:
         del types
         options = dict(kwargs or {})
-        place = _place_asked_for(func, args, options)
-        if place not in {None, "cpu", "meta"}:
-            self.end()
-        if func in FACTORIES and place == "cpu" and _planned_bytes(func, args, options) > self._most_bytes:
-            self.end()
         given = [tensor.untyped_storage() for tensor in _dense((*args, *options.values()))]
         if any(storage.nbytes() > self._most_bytes for storage in given):  # for example, tensors loaded from a file
             self.end()
         known = {storage.data_ptr() for storage in given}
         result = func(*args, **options)
+        if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors_among((result,))):
+            self.end()
         made = (tensor for tensor in _dense((result,)) if tensor.untyped_storage().data_ptr() not in known)
         self._left_bytes -= sum(tensor.nbytes for tensor in made)
         if self._left_bytes < 0:
@@ -101,28 +90,8 @@ class _Bound(TorchFunctionMode):
         raise TooLarge(f"its tensors take more than {self._most_bytes} bytes, or are not on the CPU")
 
 
-def _place_asked_for(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
-    asked = [options.get("device"), *(args[1:] if func is Tensor.to else ())]
-    if asked[0] is None and func in FACTORIES:
-        asked[0] = args[0].device if func.__name__.startswith("new_") else default_device()
-    if func is Tensor.cuda or any(type(one) is int for one in asked):  # an integer is a GPU index
-        return "cuda"
-    return next((torch.device(one).type for one in asked if isinstance(one, (str, torch.device))), None)
-
-
-def _planned_bytes(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
-    drawn_apart = {name: value for name, value in options.items() if name not in {"generator", "pin_memory", "out"}}
-    if options.get("layout", torch.strided) is not torch.strided:
-        return 0
-    try:
-        return int(func(*args, **{**drawn_apart, "device": "meta"}).nbytes)
-    except (RuntimeError, TypeError, ValueError):
-        return 0
-
-
 def _dense(values: tuple[Any, ...]) -> Iterator[Tensor]:
-    for value in values:
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            is_dense = isinstance(item, Tensor) and not is_lazy(item) and item.layout is torch.strided
-            if is_dense and item.device.type == "cpu" and not item.is_nested:
-                yield item
+    for tensor in tensors_among(values):
+        is_dense = not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_nested
+        if is_dense and tensor.device.type == "cpu":
+            yield tensor

@@ -37,8 +37,7 @@ from autosplit.devices.transfer import (
 )
 from autosplit.oom import OutOfMemoryError
 from autosplit.rng import ExtremeDraws
-from autosplit.runtime.data_dependent import DataDependent
-from autosplit.runtime.drawn_numbers import replace_drawn
+from autosplit.runtime.data_dependent import DataDependent, replace_drawn
 from autosplit.runtime.gpu_kernels import GpuKernels
 from autosplit.runtime.kernel_memory import NO_LIMITS, WITH_INNER_MEMORY, temporary_blocks, workspaces
 from autosplit.runtime.op_cost import running_part

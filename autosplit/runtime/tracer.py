@@ -24,7 +24,7 @@ from autosplit.rng import kept_rng
 from autosplit.runtime.attention import AttentionCall, Backend, chosen_backend
 from autosplit.runtime.cuda_functions import CudaFunctions
 from autosplit.runtime.data_dependent import DataDependent, needs_values
-from autosplit.runtime.fake_copy import fake_mode, holds_fakes, mode_of
+from autosplit.runtime.fake_copy import fake_mode, holds_fakes, masks_of_real_tensors, mode_of
 from autosplit.runtime.gpu_kernels import GpuKernels, kernels_of_device
 from autosplit.runtime.gradient_arrivals import Way, entries_of
 from autosplit.runtime.interrupts import held_interrupts
@@ -34,11 +34,9 @@ from autosplit.runtime.op_calls import resizer
 from autosplit.runtime.op_cost import Move, OpCost
 from autosplit.runtime.op_recorder import Event, OpRecorder, Recorded
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.replayed_trace import replayed
-from autosplit.runtime.sample_values import SampleValues
+from autosplit.runtime.sample_values import SampleValues, replayed
 from autosplit.runtime.tracked_step import bucket_bytes, run_placed, run_until_settled
 from autosplit.runtime.trainee import CPU, Trainee
-from autosplit.runtime.transformers_masks import masks_of_real_tensors
 from autosplit.solve.memory import MemoryParts
 from autosplit.text import size_text
 from autosplit.torch_versions import NORMS, cublas_workspace_bytes

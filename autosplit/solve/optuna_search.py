@@ -346,25 +346,9 @@ def _resumed(study: Any, space: Space) -> tuple[dict[Configuration, Trial], int]
 def _remembered(frozen: Any, number: int) -> Trial | None:
     told = {**frozen.user_attrs, **frozen.params, "number": number, "samples_per_s": frozen.value}
     try:
-        trial = replace(msgspec.convert(told, Trial))  # convert() leaves defaults unset, and JSON omits them
+        return replace(msgspec.convert(told, Trial))  # convert() leaves defaults unset, and JSON omits them
     except msgspec.ValidationError:
         return None
-    return trial if _is_sound(trial) else None
-
-
-def _is_sound(trial: Trial) -> bool:
-    """Return whether a trial is valid. Other programs may have changed the database."""
-    count = len(trial.split)
-    return (
-        (trial.samples_per_s is None) == (trial.failure is not None)
-        and (trial.samples_per_s is None or LEAST_RATE <= trial.samples_per_s <= 1 / LEAST_RATE)
-        and 0 <= trial.error_share <= 1
-        and sum(trial.split) == trial.batch_size
-        and trial.split[0] == trial.gpu0_bsz
-        and min(trial.split) >= 0
-        and len(trial.peak_bytes) in ((count,) if trial.failure is None else (0, count))
-        and min(trial.peak_bytes, default=0) >= 0
-    )
 
 
 def _set_fits(trial: Any, *, fits: bool) -> None:
@@ -374,10 +358,6 @@ def _set_fits(trial: Any, *, fits: bool) -> None:
     """
     if hasattr(trial, "set_constraint"):
         trial.set_constraint("fits", 0.0 if fits else 1.0)
-
-
-LEAST_RATE = 1e-9
-"""Minimum samples/s of a valid trial. Its inverse is the maximum."""
 
 
 def _suggested(trial: Any, space: Space) -> Configuration:

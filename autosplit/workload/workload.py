@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 from autosplit.errors import InputError, WorkloadError
 from autosplit.text import counted_text
 from autosplit.workload.checkpointing import Checkpointing
-from autosplit.workload.made_batches import MadeBatches
 from autosplit.workload.models import Models, Several
 from autosplit.workload.sample_batch import largest_batch
-from autosplit.workload.samples import COLLATED, batch_size_of, is_list_of_samples, shapes_text
+from autosplit.workload.samples import COLLATED, MadeBatches, batch_size_of, is_list_of_samples, shapes_text
 
 PRECISIONS = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The autocast dtype of each precision. `fp16` also uses a GradScaler."""

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
-from fake_gpus import GIB, FakeCard, FakeCuda, cards, stand_in
+from fake_gpus import GIB, FakeCard, FakeCuda, cards, installer, stand_in
 
 from autosplit.devices import inventory
 from autosplit.devices.accelerator import Found
@@ -81,16 +81,8 @@ class FakeNvml:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """Replace CUDA and NVML by fakes. A text instead of a fake is the reason why there is none."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-    def install(cuda: FakeCuda | str, nvml: FakeNvml | str = "no NVML") -> None:
-        found = Found(None, "cuda", cuda) if isinstance(cuda, str) else Found(cuda, "cuda")
-        told = (None, nvml) if isinstance(nvml, str) else (nvml, "")
-        stand_in(monkeypatch, accelerators=lambda kind=None: found, nvml=lambda: told)
-        monkeypatch.setattr(inventory, "_pynvml_distribution_note", lambda: None)
-
-    return install
+    monkeypatch.setattr(inventory, "_pynvml_distribution_note", lambda: None)
+    return installer(monkeypatch)
 
 
 def test_mixed_cards_in_differing_orders(machine, monkeypatch):

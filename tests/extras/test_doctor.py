@@ -20,9 +20,8 @@ from autosplit.accelerators import accelerator_kind
 from autosplit.cli.main import main
 from autosplit.devices import peer_copy_check
 from autosplit.devices.catalog import GPUS_VARIABLE, find_card
-from autosplit.devices.examination import Copy, Meeting, cards_toml
+from autosplit.devices.examination import Copy, Meeting, SharedResult, cards_toml
 from autosplit.devices.inventory import DeviceReport
-from autosplit.devices.shared_result import SharedResult
 from autosplit.devices.spec import list_devices, parse_devices
 from autosplit.errors import DeviceError
 from autosplit.extras import collective_check, doctor, measured_rates

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from autosplit.accelerators import accelerator_kind
 from autosplit.runtime.build_small import TooLarge, built_within
 from autosplit.torch_versions import default_device
 
@@ -63,21 +64,12 @@ SMALL = {
 }
 
 LARGE = {
-    "drawn": lambda: torch.randn(HUGE, HUGE),
-    "a layer": lambda: nn.Linear(HUGE, HUGE),
-    "filled": lambda: torch.full((HUGE, HUGE), 2.0),
-    "like another": lambda: torch.ones(1).new_zeros((HUGE, HUGE)),
+    "drawn": lambda: torch.randn(MIB),
+    "a layer": lambda: nn.Linear(2**12, 2**12),
+    "filled": lambda: torch.full((MIB,), 2.0),
+    "like another": lambda: torch.ones(1).new_zeros((MIB,)),
     "many": lambda: [torch.ones(MIB // 16) for _ in range(5)],
     "many that are dropped": lambda: sum(torch.ones(MIB // 16).sum() for _ in range(5)),
-}
-
-ELSEWHERE = {
-    "a factory": lambda: torch.empty(3, device="cuda"),
-    "by number": lambda: torch.empty(3, device=0),
-    "a model": lambda: nn.Linear(3, 3).cuda(),
-    "moved": lambda: nn.Linear(3, 3).to("cuda:1"),
-    "by default": lambda: on("cuda", lambda: torch.empty(3)),
-    "another kind": lambda: torch.ones(3).to(torch.device("xpu")),
 }
 
 
@@ -93,10 +85,10 @@ def test_what_is_large_is_left(name):
         built_within(LARGE[name], MIB)
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_what_is_on_a_gpu_is_left_before_the_gpu_is_asked(name):
+@pytest.mark.gpu
+def test_what_is_on_a_gpu_is_left():
     with pytest.raises(TooLarge):
-        built_within(ELSEWHERE[name], MIB)
+        built_within(lambda: nn.Linear(3, 3).to(accelerator_kind()), MIB)
 
 
 def test_random_numbers_are_those_of_a_build_without_a_bound():
@@ -109,7 +101,7 @@ def test_random_numbers_are_those_of_a_build_without_a_bound():
 def test_code_that_goes_on_after_every_exception_is_left_all_the_same():
     def stubborn() -> torch.Tensor:
         try:
-            return torch.ones(HUGE, HUGE)
+            return torch.ones(MIB)
         except:  # noqa: E722 - as some do
             return torch.ones(1)
 
@@ -143,7 +135,7 @@ def test_the_bound_ends_with_the_build():
         (torch.is_grad_enabled, torch.set_grad_enabled, False),
     ],
 )
-@pytest.mark.parametrize("fails", [lambda: torch.ones(HUGE, HUGE, device="cpu"), lambda: 1 // 0])
+@pytest.mark.parametrize("fails", [lambda: torch.ones(MIB, device="cpu"), lambda: 1 // 0])
 def test_what_was_changed_for_a_while_is_as_before_once_code_was_left(read, write, meanwhile, fails):
     """A second call took float64 for the earlier default, and left the process with it."""
 

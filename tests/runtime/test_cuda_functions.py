@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,12 +14,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from autosplit.runtime import cuda_functions
 from autosplit.runtime.cuda_functions import CudaFunctions
 from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.gpu_kernels import GpuKernels
 from autosplit.runtime.op_recorder import OpRecorder
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracer import make_tracer
+from autosplit.torch_versions import has_autocast
 from autosplit.workload.workload import Workload
 
 
@@ -124,3 +128,33 @@ def test_a_function_that_asks_in_another_one_runs_once():
     with fake_mode(), CudaFunctions(GpuKernels()):
         rows, columns = torch.meshgrid(torch.empty(3), torch.empty(4), indexing="ij")
     assert rows.shape == columns.shape == (3, 4)
+
+
+# The lists of autocast
+
+HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+
+LISTS = {
+    "AT_FORALL_FP32": cuda_functions.FLOAT32_NAMES,
+    "AT_FORALL_FP32_SET_OPT_DTYPE": cuda_functions.FLOAT32_RESULT_NAMES,
+    "AT_FORALL_PROMOTE": cuda_functions.PROMOTED_NAMES,
+}
+
+
+@pytest.mark.skipif(not HEADER.exists(), reason="this torch was installed without its headers")
+@pytest.mark.parametrize("macro", LISTS)
+def test_the_names_are_those_of_torchs_header(macro):
+    text = HEADER.read_text(encoding="utf-8").replace("\\\n", " ")
+    found = re.search(rf"#define {macro}\(_\)(.*)", text)
+    if found is None:
+        pytest.skip(f"the header of torch {torch.__version__} has no list {macro}")
+    names = set(re.findall(r"_\((\w+)[,)]", found[1]))
+    assert names
+    ours = {name for name in LISTS[macro] if name != "rms_norm" or has_autocast("rms_norm")}
+    assert names == ours
+
+
+def test_functions_are_found_in_every_module_that_has_them():
+    assert {torch.exp, torch.Tensor.exp, torch.logsumexp} <= cuda_functions.FLOAT32
+    assert {torch.sum, torch.Tensor.sum, torch.linalg.vector_norm} <= cuda_functions.FLOAT32_RESULT
+    assert torch.nn.functional.gelu not in cuda_functions.FLOAT32

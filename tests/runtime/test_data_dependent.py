@@ -24,8 +24,7 @@ from autosplit.runtime.memory_tracker import Tracker
 from autosplit.runtime.op_cost import op_cost
 from autosplit.runtime.prepare import Followed
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.replayed_trace import replayed
-from autosplit.runtime.sample_values import SampleValues, UnknownValueError
+from autosplit.runtime.sample_values import SampleValues, UnknownValueError, replayed
 from autosplit.runtime.tracer import Tracer, _traced_once, make_tracer
 from autosplit.workload.workload import Workload
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
 import random
 import weakref
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-from folders import EXAMPLES
+import workloads
 from marks import for_release
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,13 +39,7 @@ def placed(tracker: Tracker, *shape: int, device: int = 0, **kwargs) -> Tensor:
 
 
 def char_gpt() -> Workload:
-    spec = importlib.util.spec_from_file_location("char_gpt", EXAMPLES / "char_gpt.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    snippets = module.Snippets()
-    inputs, targets = zip(*(snippets[index] for index in range(4)), strict=True)
-    model = module.CharGPT(width=32, depth=2, heads=2)
-    return Workload(model, (torch.stack(inputs), torch.stack(targets)), loss_fn=module.next_character_loss)
+    return workloads.char_gpt(width=32, depth=2, heads=2)
 
 
 def mlp(**kwargs) -> Workload:
@@ -412,18 +404,9 @@ class TestOutOfMemory:
                 loss.backward()
 
 
-@contextmanager
-def onednn(enabled: bool):
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = enabled
-    yield
-    torch.backends.mkldnn.enabled = before
-
-
 @pytest.fixture(params=[True, False], ids=["onednn", "native"])
-def _onednn(request):
-    with onednn(request.param):
-        yield
+def _onednn(request, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", request.param)
 
 
 def assert_fake_is_real(make, splits):
@@ -441,11 +424,6 @@ def assert_fake_is_real(make, splits):
 @pytest.mark.parametrize("splits", [((5,),), ((2, 3),), ((0, 5, 2),), ((3, 4), (3, 4))], ids=str)
 def test_fake_peaks_are_real_peaks_to_the_byte(make, splits):
     assert_fake_is_real(make, splits)
-
-
-def test_so_they_are_of_an_lstm_that_onednn_does_not_fuse():
-    with onednn(False):
-        assert_fake_is_real(lstm, ((2, 3),))
 
 
 class LowRank(nn.Module):

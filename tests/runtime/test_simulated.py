@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
-from folders import EXAMPLES
 from marks import for_release
 from torch import nn
 from torch.nn import functional as F
-from workloads import without_fakes
+from workloads import char_gpt, cnn, without_fakes
 
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import UserCodeError
@@ -33,24 +31,6 @@ UNLIMITED = 2**60
 
 WORKSPACES = 2 * cublas_workspace_bytes(80)
 """Return cuBLAS's workspaces for the forward and the backward of a traced step."""
-
-
-def char_gpt() -> Workload:
-    spec = importlib.util.spec_from_file_location("char_gpt", EXAMPLES / "char_gpt.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    snippets = module.Snippets()
-    inputs, targets = zip(*(snippets[index] for index in range(4)), strict=True)
-    model = module.CharGPT(width=64, depth=1, heads=2)
-    return Workload(model, (torch.stack(inputs), torch.stack(targets)), loss_fn=module.next_character_loss)
-
-
-def cnn() -> Workload:
-    model = nn.Sequential(
-        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 10)
-    )
-    batch = (torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,)))
-    return Workload(model, batch, loss_fn=F.cross_entropy, optimizer=torch.optim.SGD)
 
 
 class WithLoss(nn.Module):
@@ -73,7 +53,7 @@ def mlp() -> Workload:
     return Workload(model, (torch.randn(4, 256), torch.randint(0, 10, (4,))), loss_fn=F.cross_entropy)
 
 
-WORKLOADS = {"char_gpt": char_gpt, "cnn": cnn, "with_loss": with_loss, "mlp": mlp}
+WORKLOADS = {"char_gpt": lambda: char_gpt(width=64, depth=1, heads=2), "cnn": cnn, "with_loss": with_loss, "mlp": mlp}
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autosplit.runtime.transformers_masks import masks_of_real_tensors
+from autosplit.runtime.fake_copy import masks_of_real_tensors
 
 masking_utils = pytest.importorskip("transformers.masking_utils")
 

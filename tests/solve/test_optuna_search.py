@@ -15,7 +15,6 @@ from raised import raises
 from sqlalchemy import Engine, event
 
 from autosplit.errors import InputError
-from autosplit.solve import optuna_search
 from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.optuna_search import CeilingStore, search
 from autosplit.solve.proposals import Proposal
@@ -325,34 +324,6 @@ class TestStorage:
         study.tell(asked, 5.0)
         evaluation = Evaluation()
         assert len(run(evaluation, n_trials=3, storage=url_of(tmp_path))) == len(evaluation.asked) == 3
-
-    @pytest.mark.parametrize(
-        "changed",
-        [
-            {"samples_per_s": math.inf},
-            {"split": (15, 71, 0)},
-            {"error_share": -1.0},
-            {"peak_bytes": (1, 2)},
-        ],
-        ids=str,
-    )
-    def test_trials_that_nothing_can_have_measured_are_not_taken_over(self, tmp_path, changed):
-        """Any process can change a storage. Each of these changes ended the search that resumed from it."""
-        sound = Trial(0, 14, 86, 3, (14, 72, 0), 900.0, peak_bytes=(1, 2, 3))
-        study = optuna.create_study(study_name="autosplit", storage=url_of(tmp_path), direction="maximize")
-        first = Configuration(14, 86, 3)
-        for trial in (replace(sound, **changed), replace(sound, gpu0_bsz=15, split=(15, 71, 0))):
-            study.enqueue_trial({"gpu0_bsz": trial.gpu0_bsz, "batch_size": 86, "accumulation_steps": 3})
-            asked = study.ask()
-            optuna_search._suggested(asked, SPACE)
-            for name in ("split", "error_share", "peak_bytes"):
-                asked.set_user_attr(name, getattr(trial, name))
-            study.tell(asked, trial.samples_per_s)
-        evaluation = Evaluation()
-        evaluation.asked = [Configuration(15, 86, 3)]
-        trials = run(evaluation, first=[first], n_trials=2, storage=url_of(tmp_path))
-        assert configurations(trials) == [Configuration(15, 86, 3), first], "one is taken over, the other made again"
-        assert evaluation.asked[1:] == [first]
 
     @pytest.mark.parametrize("odd", ["x", [1], None, 3, {"of": 3}, {"of": {"batch_size": "x"}}])
     def test_ceilings_that_somebody_else_wrote_there_are_none(self, tmp_path, odd):

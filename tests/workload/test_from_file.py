@@ -56,15 +56,6 @@ def test_specs_are_split(spec, parts):
     assert split_spec(spec) == parts
 
 
-def test_a_workload_is_returned(write):
-    assert isinstance(load_workload(write(f"{HEAD}workload = {MADE}")), Workload)
-
-
-def test_another_name(write):
-    path = write(f"{HEAD}small = {MADE}")
-    assert isinstance(load_workload(f"{path}:small"), Workload)
-
-
 def test_a_function_is_returned_uncalled(write):
     path = write(f"{HEAD}calls = []\ndef workload(scale=1):\n    calls.append(scale)\n    return {MADE}")
     function = load_workload(path)

@@ -30,7 +30,7 @@ def doctor(manner: Manner, *, devices: str | None = None, save: str | None = Non
 
     If `save` is a file, write the speed of the GPUs to it. If `share` is a file, write the results for docs/results.
     """
-    from autosplit.devices.examination import cards_toml
+    from autosplit.devices.examination import cards_toml, shared_result
     from autosplit.extras.doctor import examine
 
     with stdout_kept_clean():
@@ -40,8 +40,6 @@ def doctor(manner: Manner, *, devices: str | None = None, save: str | None = Non
         write(Path(save), cards_toml(found), f"--save {shown(save)}")
         note(f"wrote the rates of the GPUs. Set {GPUS_VARIABLE}={save}, and sim: devices use them.", manner)
     if share is not None:
-        from autosplit.devices.shared_result import shared_result
-
         write(Path(share), json_text(shared_result(found)) + "\n", f"--share {shown(share)}")
         note(
             f"wrote {share}. The file contains nothing that identifies you. To contribute it, add it to docs/results "
