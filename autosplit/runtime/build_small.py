@@ -19,6 +19,15 @@ from autosplit.torch_versions import default_device
 
 T = TypeVar("T")
 
+FACTORIES = frozenset(
+    {
+        *(torch.empty, torch.zeros, torch.ones, torch.full, torch.empty_strided, torch.normal),
+        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.arange, torch.linspace, torch.logspace),
+        *(Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
+    }
+)
+"""Functions that make tensors of a size given by their arguments. They also work on the meta device."""
+
 
 class TooLarge(BaseException):  # not an Exception, so that `except Exception` in user code does not catch it
     """Raised when a model under construction exceeds its memory limit or uses a device other than the CPU."""
@@ -27,8 +36,8 @@ class TooLarge(BaseException):  # not an Exception, so that `except Exception` i
 def built_within(build: Callable[[], T], most_bytes: int) -> T:
     """Call a function, and stop it if its tensors exceed a total size. Freed tensors count, too.
 
-    The size is checked after each call, because memory that no value fills takes no space: `nn.Linear` stops at
-    `torch.empty`.
+    For factories such as `torch.zeros`, check the size before memory is allocated. For other functions, check it
+    afterwards.
 
     Raises:
         TooLarge: The tensors are larger, or are on a device other than the CPU.
@@ -72,6 +81,8 @@ class _Bound(TorchFunctionMode):
     ) -> Any:
         del types
         options = dict(kwargs or {})
+        if func in FACTORIES and _planned_bytes(func, args, options) > self._most_bytes:
+            self.end()
         given = [tensor.untyped_storage() for tensor in _dense((*args, *options.values()))]
         if any(storage.nbytes() > self._most_bytes for storage in given):  # for example, tensors loaded from a file
             self.end()
@@ -88,6 +99,18 @@ class _Bound(TorchFunctionMode):
     def end(self) -> NoReturn:
         self.passed = True
         raise TooLarge(f"its tensors take more than {self._most_bytes} bytes, or are not on the CPU")
+
+
+def _planned_bytes(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
+    """Return the bytes that a factory is about to allocate on the CPU. 0 if they are unknown."""
+    sized_by = {name: value for name, value in options.items() if name not in {"generator", "pin_memory", "out"}}
+    try:
+        place = options.get("device") or (args[0].device if func.__name__.startswith("new_") else default_device())
+        if torch.device(place).type != "cpu" or options.get("layout", torch.strided) is not torch.strided:
+            return 0
+        return int(func(*args, **{**sized_by, "device": "meta"}).nbytes)
+    except (RuntimeError, TypeError, ValueError):
+        return 0
 
 
 def _dense(values: tuple[Any, ...]) -> Iterator[Tensor]:

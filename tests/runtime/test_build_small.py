@@ -64,10 +64,10 @@ SMALL = {
 }
 
 LARGE = {
-    "drawn": lambda: torch.randn(MIB),
-    "a layer": lambda: nn.Linear(2**12, 2**12),
-    "filled": lambda: torch.full((MIB,), 2.0),
-    "like another": lambda: torch.ones(1).new_zeros((MIB,)),
+    "drawn": lambda: torch.randn(HUGE, HUGE),
+    "a layer": lambda: nn.Linear(HUGE, HUGE),
+    "filled": lambda: torch.full((HUGE, HUGE), 2.0),
+    "like another": lambda: torch.ones(1).new_zeros((HUGE, HUGE)),
     "many": lambda: [torch.ones(MIB // 16) for _ in range(5)],
     "many that are dropped": lambda: sum(torch.ones(MIB // 16).sum() for _ in range(5)),
 }
@@ -101,7 +101,7 @@ def test_random_numbers_are_those_of_a_build_without_a_bound():
 def test_code_that_goes_on_after_every_exception_is_left_all_the_same():
     def stubborn() -> torch.Tensor:
         try:
-            return torch.ones(MIB)
+            return torch.ones(HUGE, HUGE)
         except:  # noqa: E722 - as some do
             return torch.ones(1)
 
@@ -135,7 +135,7 @@ def test_the_bound_ends_with_the_build():
         (torch.is_grad_enabled, torch.set_grad_enabled, False),
     ],
 )
-@pytest.mark.parametrize("fails", [lambda: torch.ones(MIB, device="cpu"), lambda: 1 // 0])
+@pytest.mark.parametrize("fails", [lambda: torch.ones(HUGE, HUGE, device="cpu"), lambda: 1 // 0])
 def test_what_was_changed_for_a_while_is_as_before_once_code_was_left(read, write, meanwhile, fails):
     """A second call took float64 for the earlier default, and left the process with it."""
 
