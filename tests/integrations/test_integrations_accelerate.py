@@ -22,13 +22,12 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from faults import Faults, runs_out
 from gpus import KIND
-from plans import simulated_plan
 from ranks import found_by, run_ranks, run_ranks_once
 from shared_training import CLIP, COLLATE, COUNT, EVALUATES_BY, HELD_OUT, JOBS, PRELOAD, STEPS, STOPS_AT, TEXTS
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from autosplit.ddp.rendezvous import Place
-from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.errors import InputError, PlanError
 from autosplit.integrations.accelerate import (
     Accelerator,
     CutWarning,
@@ -836,21 +835,6 @@ class TestRefusals:
         model, optimizer, schedule, _, in_order = prepared("bert", accelerator)
         with raises(InputError, "loader-without-split"):
             error_after(accelerator, (model, optimizer, schedule, in_order, None), 20, 1)
-
-    def test_plans_for_other_jobs(self):
-        with raises(PlanError, "plan-needs-several-processes", "2"):
-            make_accelerator(plan=shared.shares_plan((6, 2), 16))
-        with raises(DeviceError, "plan-simulated"):
-            make_accelerator(plan=simulated_plan())
-
-    def test_an_iterable_data_set(self):
-        class Stream(IterableDataset):
-            def __iter__(self):
-                return iter(TEXTS)
-
-        accelerator = make_accelerator(plan=shared.shares_plan((8,), 16))
-        with raises(InputError, "dataset-without-length", "Stream"):
-            accelerator.shares_of(DataLoader(Stream()))
 
     def test_shares_without_a_plan(self):
         with pytest.warns(NoPlanWarning):

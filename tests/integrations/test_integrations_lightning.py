@@ -19,13 +19,12 @@ import shared_training as shared
 import torch
 from faults import Faults, runs_out
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from plans import simulated_plan
 from ranks import found_by, run_ranks, run_ranks_once
 from shared_training import CLIP, COLLATE, COUNT, EVALUATES_BY, HELD_OUT, JOBS, PRELOAD, STEPS, STOPS_AT, TEXTS
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from autosplit import tune
-from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.errors import InputError, PlanError
 from autosplit.integrations.lightning import CutMixin, CutWarning, NoPlanWarning, Shares, UnevenLossWarning, workload
 from autosplit.plan.other_model import OtherModelWarning
 
@@ -552,21 +551,9 @@ class TestRefusals:
         with raises(InputError, "loader-type", "dict"):
             run(THREE_FORWARDS, data=Two("bert"))
 
-    def test_plans_for_other_jobs(self):
-        with raises(PlanError, "plan-needs-several-processes", "2"):
-            Shares(shared.shares_plan((6, 2), 16))
-        with raises(DeviceError, "plan-simulated"):
-            Shares(simulated_plan())
+    def test_a_plan_for_several_devices_of_one_process(self):
         with raises(PlanError, "lightning-several-devices", "2"):
             Shares(shared.shares_plan((6, 2), 16, in_one=True))
-
-    def test_an_iterable_data_set(self):
-        class Stream(IterableDataset):
-            def __iter__(self):
-                return iter(TEXTS)
-
-        with raises(InputError, "dataset-without-length", "Stream"):
-            Shares(shared.shares_plan((8,), 16)).loader(DataLoader(Stream()))
 
     def test_a_loader_of_lightnings_own(self):
         shares = Shares(shared.shares_plan((8,), 16))

@@ -19,11 +19,9 @@ import torch
 import transformers
 from faults import Faults, runs_out
 from gpus import KIND
-from plans import simulated_plan
 from ranks import found_by, run_ranks, run_ranks_once
 from shared_training import CLIP, COLLATE, EVALUATES_BY, HELD_OUT, JOBS, LR, PRELOAD, STEPS, STOPS_AT, TEXTS, WARMUP
 from torch import nn
-from torch.utils.data import IterableDataset
 
 import autosplit
 from autosplit.errors import DeviceError, InputError, PlanError
@@ -443,22 +441,6 @@ class TestRefusals:
         trainer = make_trainer("bert", shared.shares_plan((8,), 16), make_args(tmp_path), cls=Weighted)
         with raises(InputError, "loader-sampler", "WeightedRandomSampler"):
             trainer.train()
-
-    def test_an_iterable_data_set(self, tmp_path):
-        class Stream(IterableDataset):
-            def __iter__(self):
-                return iter(TEXTS)
-
-        trainer = make_trainer("bert", shared.shares_plan((8,), 16), make_args(tmp_path))
-        trainer.train_dataset = Stream()
-        with raises(InputError, "dataset-without-length", "Stream"):
-            trainer.train()
-
-    def test_plans_for_other_jobs(self, tmp_path):
-        with raises(PlanError, "plan-needs-several-processes", "2"):
-            make_trainer("bert", shared.shares_plan((6, 2), 16), make_args(tmp_path))
-        with raises(DeviceError, "plan-simulated"):
-            make_trainer("bert", simulated_plan(), make_args(tmp_path))
 
     @pytest.mark.parametrize(
         ("option", "value"), [("auto_find_batch_size", True), ("train_sampling_strategy", "batch_rebalance")]
