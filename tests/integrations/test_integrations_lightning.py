@@ -97,7 +97,6 @@ def trained(
     *,
     resumes: bool = False,
     workers: int = 0,
-    weighted: bool = True,
     plan_of: Any = shared.shares_plan,
     **place: str,
 ) -> dict[str, Any]:
@@ -109,11 +108,9 @@ def trained(
 
     def fitted(*callbacks: pl.Callback, ckpt_path: Any = None, workers: int = 0) -> dict[str, Any]:
         shares, watch, module = Shares(plan, count=COUNT[kind]), Watch(), Module(kind)
-        ours = [shares] if weighted else []
-        weighing = {} if weighted else {"accumulate_grad_batches": plan.accumulation_steps}
         between = {"val_check_interval": 7, "check_val_every_n_epoch": None}
-        options = {"devices": len(sizes), "strategy": "ddp", **between, **weighing, **place}
-        trainer = make_trainer(*ours, watch, *callbacks, **options)
+        options = {"devices": len(sizes), "strategy": "ddp", **between, **place}
+        trainer = make_trainer(shares, watch, *callbacks, **options)
         trainer.fit(module, shares.data(Data(kind, workers), seed=shared.SEED), ckpt_path=ckpt_path)
         steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch
         found = {name: getattr(watch, name) for name in ("seen", "lrs", "evaluated")}
@@ -207,7 +204,6 @@ CUT = {"bert": ((7, 1), 20), "gpt": ((6, 2), 16)}
 TWO = {
     **{name: partial(trained, *job, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, resumes=True, workers=1),
-    "unweighted": partial(trained, "gpt", (6, 2), 16, weighted=False),
     **{f"cut, {kind}": partial(cut, (kind, *job), Faults(above=4)) for kind, job in CUT.items()},
     "cut where it is large": partial(cut, ("bert", (7, 1), 20), Faults(above=3, place="forward")),
     "unlike plans": unlike_plans,
@@ -251,11 +247,6 @@ class TestTwoRanks:
         for name, (kind, _, effective) in JOBS[2].items():
             for found in found_by(two, name):
                 check_evaluated(found["evaluated"], kind, effective)
-
-    def test_without_weights_it_is_something_else(self, two):
-        expected = shared.by_hand("gpt", 16)["weights"][-1]
-        for found in found_by(two, "unweighted"):
-            assert float((found["weights"] - expected).abs().max()) > 1e-4
 
     @pytest.mark.parametrize("name", ["unlike plans", "another loader", "alone", "batchnorms"])
     def test_what_would_train_something_else_is_refused(self, two, name):

@@ -82,14 +82,6 @@ class Mixed(SharesMixin, Watched):
         return super().training_step(model, inputs, *args)
 
 
-class Unweighted(Mixed):
-    """The same samples on each rank, and transformers' own training."""
-
-    def training_step(self, model, inputs, *args):
-        self._weights[0] = 1 / len(self._weights)
-        return super().training_step(model, inputs, *args)
-
-
 def make_trainer(kind: str, plan: Any, args: Any, *, cls: Any = Mixed, **options: Any) -> Any:
     model = shared.make_model(kind)
     return cls(model, args, data_collator=COLLATE[kind], train_dataset=TEXTS, plan=plan, **options)
@@ -195,7 +187,6 @@ TWO = {
     **{name: partial(trained, *job, name=name, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, name="workers", resumes=True, workers=1),
     "own loss": partial(trained, "bert", (7, 1), 20, name="own", loss=loss_by_items),
-    "unweighted": partial(trained, "gpt", (6, 2), 16, name="unweighted", cls=Unweighted),
     "unlike plans": unlike_plans,
     "batchnorms": with_batchnorms,
     "cut with a static graph": cut_with_a_static_graph,
@@ -250,11 +241,6 @@ class TestTwoRanks:
             assert len(found["warned"]) == (rank == 0)
         for step, loss in found_by(two, name)[0]["losses"].items():
             assert loss == pytest.approx(sum(expected["losses"][step - 10 : step]) / 10, rel=1e-5)
-
-    def test_without_weights_it_is_something_else(self, two):
-        expected = shared.by_hand("gpt", 16)["weights"][-1]
-        for found in found_by(two, "unweighted"):
-            assert float((found["weights"] - expected).abs().max()) > 1e-4
 
     @pytest.mark.parametrize("name", ["unlike plans", "batchnorms", "cut with a static graph"])
     def test_what_would_train_something_else_is_refused(self, two, name):
