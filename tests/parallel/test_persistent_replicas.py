@@ -98,6 +98,21 @@ def batches_of(*sizes, width=5):
     return [torch.randn(size, width, dtype=torch.float64) for size in sizes]
 
 
+def assert_as_plain(train, split=(4, 6, 6)):
+    """Compare the gradients of a plain model with those of a wrapped copy.
+
+    Args:
+        train: Gets the model to call, its module, and a context for all micro-batches but the last.
+    """
+    reference = mlp()
+    module = copy.deepcopy(reference)
+    train(reference, reference, nullcontext)
+    with tracked():
+        wrapped = wrap(module, *split)
+        train(wrapped, module, wrapped.no_sync)
+    assert_same_gradients(module, reference)
+
+
 class TestGradients:
     @pytest.mark.parametrize("split", SPLITS, ids=str)
     @pytest.mark.parametrize("make", [mlp, lambda: Mixed().double()], ids=["mlp", "mixed"])
@@ -164,56 +179,39 @@ class TestGradients:
             torch.testing.assert_close(both.grad, one.grad + two.grad)
 
     def test_a_part_is_frozen_between_micro_steps(self):
-        reference = mlp()
-        module = copy.deepcopy(reference)
         first, second = batches_of(16, 16)
-        for model in (reference, module):
-            model.requires_grad_(True)
-        mean_loss(reference(first)).backward()
-        reference[0].requires_grad_(False)
-        mean_loss(reference(second)).backward()
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            with wrapped.no_sync():
-                mean_loss(wrapped(first)).backward()
+
+        def train(model, module, within):
+            with within():
+                mean_loss(model(first)).backward()
             module[0].requires_grad_(False)
-            mean_loss(wrapped(second)).backward()
-        assert_same_gradients(module, reference)
+            mean_loss(model(second)).backward()
+
+        assert_as_plain(train)
 
     def test_a_backward_twice_through_the_last_forward(self):
-        reference = mlp()
-        module = copy.deepcopy(reference)
         first, second = batches_of(16, 16)
-        mean_loss(reference(first)).backward()
-        loss = mean_loss(reference(second))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            with wrapped.no_sync():
-                mean_loss(wrapped(first)).backward()
-            loss = mean_loss(wrapped(second))
+
+        def train(model, _, within):
+            with within():
+                mean_loss(model(first)).backward()
+            loss = mean_loss(model(second))
             loss.backward(retain_graph=True)
             loss.backward()
-        assert_same_gradients(module, reference)
+
+        assert_as_plain(train)
 
     def test_a_penalty_on_the_parameters_between(self):
         """An added gradient must not count as a cleared gradient."""
-        reference = mlp()
-        module = copy.deepcopy(reference)
         first, second = batches_of(16, 16)
 
-        def penalty(model):
-            return sum(parameter.square().sum() for parameter in model.parameters())
+        def train(model, module, within):
+            with within():
+                mean_loss(model(first)).backward()
+                sum(parameter.square().sum() for parameter in module.parameters()).backward()
+            mean_loss(model(second)).backward()
 
-        (mean_loss(reference(first)) + mean_loss(reference(second)) + penalty(reference)).backward()
-        with tracked():
-            wrapped = wrap(module, 0, 8, 8)
-            with wrapped.no_sync():
-                mean_loss(wrapped(first)).backward()
-                penalty(module).backward()
-            mean_loss(wrapped(second)).backward()
-        assert_same_gradients(module, reference)
+        assert_as_plain(train, (0, 8, 8))
 
     @pytest.mark.parametrize("split", [(4, 6, 6), (0, 8, 8)], ids=str)
     def test_batch_norm_moves_in_every_micro_step(self, split):
@@ -326,16 +324,14 @@ class TestUsersLoops:
 
     def test_frozen_for_a_second_forward(self):
         """A leaf frozen between forward and backward lost its gradient."""
-        reference, module = self.pair()
         batches = batches_of(16, 16, 16, 16)
-        gan(reference, reference, *batches[:2])
-        gan(reference, reference, *batches[2:])
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            with wrapped.no_sync():
-                gan(wrapped, module, *batches[:2])
-            gan(wrapped, module, *batches[2:])
-        assert_same_gradients(module, reference)
+
+        def train(model, module, within):
+            with within():
+                gan(model, module, *batches[:2])
+            gan(model, module, *batches[2:])
+
+        assert_as_plain(train)
 
     @pytest.mark.parametrize("to_none", [True, False])
     @pytest.mark.parametrize("again", [True, False])
@@ -360,41 +356,35 @@ class TestUsersLoops:
 
     def test_two_forwards_one_of_them_within(self):
         """The second forward, outside of no_sync, freed the replicas that the first backward needed."""
-        reference, module = self.pair()
         first, second = batches_of(16, 16)
-        (mean_loss(reference(first)) + mean_loss(reference(second))).backward()
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            with wrapped.no_sync():
-                loss = mean_loss(wrapped(first))
-            (loss + mean_loss(wrapped(second))).backward()
-        assert_same_gradients(module, reference)
+
+        def train(model, _, within):
+            with within():
+                loss = mean_loss(model(first))
+            (loss + mean_loss(model(second))).backward()
+
+        assert_as_plain(train)
 
     @pytest.mark.parametrize("last", [True, False])
     def test_a_loss_on_what_a_hook_caught(self, last):
         """A feature loss does not use the wrapper's output, so its backward went unnoticed."""
+        batches = batches_of(16, 16)
 
-        def trained(model, module, batches, run):
+        def train(model, module, within):
             caught = []
             handle = module[1].register_forward_hook(lambda part, args, output: caught.append(output))
             for index, batch in enumerate(batches):
-                with model.no_sync() if run and (index == 0 or not last) else nullcontext():
+                with within() if index == 0 or not last else nullcontext():
                     model(batch)
                     torch.cat(caught).square().mean().backward()
                 caught.clear()
             handle.remove()
-
-        reference, module = self.pair()
-        batches = batches_of(16, 16)
-        trained(reference, reference, batches, False)
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            trained(wrapped, module, batches, True)
-            if not last:
+            if model is not module and not last:
                 with raises(InputError, "update-while-gradients-wait"):
                     torch.optim.SGD(module.parameters(), lr=0.1).step()
-                wrapped.synchronize()
-        assert_same_gradients(module, reference)
+                model.synchronize()
+
+        assert_as_plain(train)
 
     @pytest.mark.parametrize("change", ["scale", "replace", "clip"])
     def test_a_gradient_changed_between_micro_steps_is_refused(self, change):
@@ -418,22 +408,18 @@ class TestUsersLoops:
             wrapped(batches_of(16)[0])
 
     def test_a_layer_that_is_swapped_out_for_a_micro_step(self):
-        reference, module = self.pair()
         batches = batches_of(16, 16, 16)
 
-        def loops(model, module):
+        def train(model, module, within):
             first, other = module[0], nn.Linear(5, 8).double()
             other.load_state_dict(first.state_dict())
             for index, batch in enumerate(batches):
                 module[0] = other if index == 1 else first
-                with model.no_sync() if model is not module and index < 2 else nullcontext():
+                with within() if index < 2 else nullcontext():
                     mean_loss(model(batch)).backward()
             module[0] = first
 
-        loops(reference, reference)
-        with tracked():
-            loops(wrap(module, 4, 6, 6), module)
-        assert_same_gradients(module, reference)
+        assert_as_plain(train)
 
 
 class TestCopies:
@@ -455,18 +441,16 @@ class TestCopies:
         assert kept["input"] == plain["input"]
 
     def test_an_evaluation_between_micro_steps_sees_the_values(self):
-        reference = mlp()
-        module = copy.deepcopy(reference)
         first, second = batches_of(16, 16)
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            with wrapped.no_sync():
-                mean_loss(wrapped(first)).backward()
+
+        def train(model, module, within):
+            with within():
+                mean_loss(model(first)).backward()
             with torch.no_grad():
-                torch.testing.assert_close(wrapped(second), reference(second))
-            mean_loss(wrapped(second)).backward()
-        (mean_loss(reference(first)) + mean_loss(reference(second))).backward()
-        assert_same_gradients(module, reference)
+                torch.testing.assert_close(model(second), module(second))
+            mean_loss(model(second)).backward()
+
+        assert_as_plain(train)
 
     def test_memory_of_replicas_is_free_when_nothing_is_accumulated(self):
         module = nn.Linear(256, 256).double()
@@ -520,21 +504,14 @@ class TestTwoForwards:
     @pytest.mark.parametrize("split", [(4, 6, 6), (0, 8, 8)], ids=str)
     def test_the_second_does_not_spoil_the_first(self, split):
         """Values were copied again under the first forward's graph, and its backward raised an error."""
-        reference = mlp()
-        module = copy.deepcopy(reference)
         pairs = [batches_of(16, 16), batches_of(16, 16)]
 
-        def distance(model, one, other):
-            return (model(one) - model(other)).square().sum(1).mean()
+        def train(model, _, within):
+            for index, (one, other) in enumerate(pairs):
+                with nullcontext() if index else within():
+                    (model(one) - model(other)).square().sum(1).mean().backward()
 
-        for one, other in pairs:
-            distance(reference, one, other).backward()
-        with tracked():
-            wrapped = wrap(module, *split)
-            with wrapped.no_sync():
-                distance(wrapped, *pairs[0]).backward()
-            distance(wrapped, *pairs[1]).backward()
-        assert_same_gradients(module, reference)
+        assert_as_plain(train, split)
 
 
 class TestBrokenOff:
