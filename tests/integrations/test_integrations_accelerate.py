@@ -392,7 +392,7 @@ class TestTwoRanks:
 
     @pytest.mark.parametrize("name", RESUMED)
     def test_a_state_from_the_middle_of_an_epoch_goes_on(self, two, name):
-        check_resumed(found_by(two, name), RESUMED[name])
+        shared.check_resumed(found_by(two, name), RESUMED[name])
 
     def test_evaluation_is_that_of_one_process(self, two):
         for name, (kind, _, effective) in JOBS[2].items():
@@ -441,20 +441,7 @@ def test_three_ranks(tmp_path):
     found = run_ranks(__name__, "THREE", 3, tmp_path, limit_s=280, preload=PRELOAD)
     for name, job in JOBS[3].items():
         shared.check_trained(found_by(found, name), job)
-    check_resumed(found_by(found, "gpt, 5 forwards a step"), JOBS[3]["gpt, 5 forwards a step"])
-
-
-def check_resumed(ranks: list[dict[str, Any]], job: tuple[str, tuple[int, ...], int]) -> None:
-    kind, _, effective = job
-    per_epoch = sum(-(-n // sum(job[1])) for n in shared.step_sizes(effective))
-    for found in ranks:
-        resumed = found["resumed"]
-        assert float((resumed["weights"] - shared.by_hand(kind, effective)["weights"][-1]).abs().max()) < 1e-9
-        assert [*resumed["lrs"]] == [*range(STOPS_AT + 1, STEPS + 1)]
-        assert resumed["scheduler_steps"] == STEPS
-        epoch, number = found["position"]
-        assert 0 < number < per_epoch, "in the middle of an epoch"
-        assert resumed["seen"] == found["seen"][epoch * per_epoch + number :]
+    shared.check_resumed(found_by(found, "gpt, 5 forwards a step"), JOBS[3]["gpt, 5 forwards a step"])
 
 
 def check_evaluated(got: list[float], kind: str, effective: int) -> None:

@@ -230,7 +230,7 @@ class TestTwoRanks:
 
     @pytest.mark.parametrize("name", RESUMED)
     def test_a_checkpoint_of_the_middle_of_an_epoch_goes_on(self, two, name):
-        check_resumed(found_by(two, name), RESUMED[name])
+        shared.check_resumed(found_by(two, name), RESUMED[name])
 
     @pytest.mark.parametrize("name", ["cut, bert", "cut, gpt", "cut where it is large"])
     def test_what_runs_out_of_memory_in_one_runs_in_parts(self, two, name):
@@ -275,17 +275,7 @@ def test_three_ranks(tmp_path):
     found = run_ranks(__name__, "THREE", 3, tmp_path, limit_s=280, preload=PRELOAD)
     for name, job in JOBS[3].items():
         shared.check_trained(found_by(found, name), job)
-    check_resumed(found_by(found, "gpt, 5 forwards a step"), JOBS[3]["gpt, 5 forwards a step"])
-
-
-def check_resumed(ranks: list[dict[str, Any]], job: tuple[str, tuple[int, ...], int]) -> None:
-    kind, _, effective = job
-    for found in ranks:
-        resumed = found["resumed"]
-        assert float((resumed["weights"] - shared.by_hand(kind, effective)["weights"][-1]).abs().max()) < 1e-9
-        assert resumed["scheduler_steps"] == STEPS
-        assert 0 < len(resumed["seen"]) < len(found["seen"])
-        assert resumed["seen"] == found["seen"][-len(resumed["seen"]) :]
+    shared.check_resumed(found_by(found, "gpt, 5 forwards a step"), JOBS[3]["gpt, 5 forwards a step"])
 
 
 def check_evaluated(got: list[tuple[int, float]], kind: str, effective: int) -> None:

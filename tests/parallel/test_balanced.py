@@ -16,11 +16,9 @@ from balanced_models import (
     RUNS,
     SPLITS,
     TOLERANCE,
-    Complex,
     Echo,
     Returns,
     Sparse,
-    Unused,
     assert_same_gradients,
     inputs_of,
     joined,
@@ -89,15 +87,6 @@ class TakesApart(nn.Linear):
 
 class TestGradients:
     """The gradient of one step, relative L2 error over all gradients together."""
-
-    def test_of_inputs(self, run):
-        module = MODELS["mlp"][0]()
-        inputs = torch.randn(BATCH, 5)
-        reference, ours = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
-        loss_of(module(reference)).backward()
-        with run():
-            loss_of(wrap(module, 4, 6, 6)(ours)).backward()
-        torch.testing.assert_close(ours.grad, reference.grad)
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("split", [(5, 11), (2, 1, 13), (16,), (0, 16)], ids=str)
@@ -201,48 +190,6 @@ class TestGradients:
             ours.step()
             theirs.step()
         assert_same_gradients(module, reference, 10 * TOLERANCE[dtype])
-
-    def test_a_complex_parameter_keeps_its_gradient_on_every_device(self):
-        """Only floating-point parameters were replicated with gradients. Complex parameters lost all but device 0's."""
-        module = Complex()
-        with tracked():
-            loss_of(wrap(module, 0, 8, 8)(torch.randn(BATCH, 5))).backward()
-        assert module.weight.grad is not None
-
-    @pytest.mark.parametrize("split", [(4, 6, 6), (0, 8, 8)], ids=str)
-    def test_double_backward(self, split, run):
-        reference = MODELS["mlp"][0]().double()
-        module = copy.deepcopy(reference)
-        inputs = torch.randn(BATCH, 5, dtype=torch.float64)
-
-        def penalty(model, owner):
-            grads = torch.autograd.grad(loss_of(model(inputs)), list(owner.parameters()), create_graph=True)
-            sum(grad.pow(2).sum() for grad in grads).backward()
-
-        penalty(reference, reference)
-        with run():
-            penalty(wrap(module, *split), module)
-        assert_same_gradients(module, reference, 1e-10)
-
-    @pytest.mark.parametrize("split", [(4, 6, 6), (0, 8, 8)], ids=str)
-    def test_unused_parameters_stay_without(self, split, run):
-        module = Unused()
-        with run():
-            loss_of(wrap(module, *split)(torch.randn(BATCH, 5))).backward()
-        assert module.unused.weight.grad is None
-        assert module.used.weight.grad is not None
-
-    def test_none_under_no_grad(self, run):
-        module = MODELS["mlp"][0]()
-        with run(), torch.no_grad():
-            outputs = wrap(module, 4, 6, 6)(torch.randn(BATCH, 5))
-        assert not outputs.requires_grad
-
-    def test_inference_mode(self, run):
-        module, inputs = MODELS["mlp"][0](), torch.randn(BATCH, 5)
-        with run(), torch.inference_mode():
-            outputs = wrap(module, 4, 6, 6)(inputs)
-        torch.testing.assert_close(outputs, module(inputs).detach())
 
 
 NORM_SPLITS = [(4, 6, 6), (2, 2, 12), (0, 8, 8), (16, 0, 0), (0, 0, 16)]  # it needs two samples on a device
