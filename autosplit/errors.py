@@ -1,11 +1,14 @@
-"""Define autosplit's errors. Each message gives the value, the expected value and the next step."""
+"""Define autosplit's errors, and warn users. Each message gives the value, the expected value and the next step."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 import os
 import sysconfig
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,7 +116,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:60]}...{text[-12:]}"
 
 
-OWN_FOLDER = str(Path(__file__).parent)
+OWN_FOLDER = str(Path(__file__).parent) + os.sep
 """The package's folder. Frames of its files are not the user's."""
 
 _FOREIGN_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -158,6 +161,23 @@ def ends_tracebacks(function: Callable[P, T]) -> Callable[P, T]:
             raise error.with_traceback(None) from error.__cause__
 
     return call
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and show the innermost line of the user's own code.
+
+    In a thread of autosplit there is no such line, so the warning shows the line of the caller.
+    """
+    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
+    place = next((frame for frame in frames if _is_users(frame.f_code.co_filename)), frames[1])
+    warnings.warn_explicit(
+        message,
+        category,
+        place.f_code.co_filename,
+        place.f_lineno,
+        place.f_globals.get("__name__", "<string>"),  # without a module, Python drops the warning
+        place.f_globals.setdefault("__warningregistry__", {}),
+    )
 
 
 def _is_users(path: str) -> bool:

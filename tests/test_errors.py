@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
-from autosplit.errors import UserCodeError, from_user_code, is_installed, users_errors
+from autosplit.errors import OWN_FOLDER, UserCodeError, from_user_code, is_installed, users_errors, warn_user
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,26 @@ from autosplit.errors import UserCodeError, from_user_code, is_installed, users_
 )
 def test_code_that_is_installed_is_told_from_the_users(path, installed):
     assert is_installed(path) is installed
+
+
+@pytest.mark.parametrize("path", [f"{OWN_FOLDER}tuning/tune.py", nn.__file__])
+def test_a_warning_shows_the_users_line(path):
+    """tune_sharded calls tune, and the warnings of tune showed a line of tune_sharded."""
+    inner = {"warn_user": warn_user}
+    exec(compile("def call():\n    warn_user('careful')", path, "exec"), inner)
+    outer = {"inner": inner["call"]}
+    exec(compile("def call():\n    inner()", path, "exec"), outer)
+    with pytest.warns(UserWarning, match="careful") as caught:
+        outer["call"]()
+    assert caught[0].filename == __file__
+
+
+def test_a_warning_without_a_line_of_the_users_shows_its_own():
+    here = {"warn_user": warn_user}
+    exec(compile("def call():\n    warn_user('careful')", f"{OWN_FOLDER}tuning/tune.py", "exec"), here)
+    with pytest.warns(UserWarning, match="careful") as caught, ThreadPoolExecutor() as threads:
+        threads.submit(here["call"]).result()
+    assert caught[0].filename == f"{OWN_FOLDER}tuning/tune.py"
 
 
 def test_a_layer_without_a_frame_of_the_users_is_named():

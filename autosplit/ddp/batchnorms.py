@@ -7,7 +7,6 @@ broadcasts to all ranks.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit.errors import InputError
+from autosplit.errors import InputError, warn_user
 from autosplit.torch_versions import BATCH_NORMS
 
 
@@ -53,7 +52,7 @@ def doubt_batchnorms(
         )
     if rank == 0 and batch_sizes[0] < max(batch_sizes):
         said = f"{said} {batch_sizes[0]} samples of {sum(batch_sizes)}. {remedy}, or tune with the device that takes "
-        warnings.warn(f"{said}the most samples listed first.", BatchNormWarning, stacklevel=3)
+        warn_user(f"{said}the most samples listed first.", BatchNormWarning)
 
 
 @contextmanager

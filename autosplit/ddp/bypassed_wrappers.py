@@ -7,13 +7,12 @@ apart.
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from autosplit.errors import InputError
+from autosplit.errors import InputError, warn_user
 from autosplit.parallel.step_listener import StepListener
 from autosplit.torch_versions import private
 
@@ -64,7 +63,7 @@ class UnwrappedWarning(UserWarning):
     """The ranks of a job train models that do not synchronise their gradients."""
 
 
-def warn_of_unwrapped(*, stacklevel: int) -> None:
+def warn_of_unwrapped() -> None:
     """Warn if no model synchronises its gradients. Models that the user wrapped in DDP or FSDP2 count."""
     kinds = (type(one) for one in gc.get_objects())
     if any(
@@ -72,9 +71,8 @@ def warn_of_unwrapped(*, stacklevel: int) -> None:
         for kind in kinds
     ):
         return
-    warnings.warn(
+    warn_user(
         "No model was wrapped with ctx.wrap or ctx.shard, so each rank trains a separate model. Call model = "
         "ctx.wrap(model) before the loop, and train what it returns.",
         UnwrappedWarning,
-        stacklevel=stacklevel,
     )

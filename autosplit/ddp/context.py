@@ -113,7 +113,7 @@ class Context(CheckpointMethods):
                 code="plan-is-for-sharded-model",
             )
         if self.rank == 0:
-            warn_of_other_model(self.plan, model, stacklevel=2, hint=self._other_plan)
+            warn_of_other_model(self.plan, model, hint=self._other_plan)
         if sync_batchnorm:
             if not is_accelerator(self.device.type):
                 raise InputError(
@@ -169,7 +169,7 @@ class Context(CheckpointMethods):
             OtherModelWarning: The plan was made for a model of a different size.
         """
         if self.rank == 0:
-            warn_of_other_model(self.plan, model, stacklevel=2, hint=self._other_plan)
+            warn_of_other_model(self.plan, model, hint=self._other_plan)
         sizes = self._slice.batch_sizes
         doubt_batchnorms(model, self.rank, sizes, "in checkpoints are", "Convert them with nn.SyncBatchNorm (GPUs)")
         checkpoint_layers(model, self.plan.checkpointed)
@@ -362,7 +362,7 @@ class Context(CheckpointMethods):
         accumulation_steps, has_share = self.settings.accumulation_steps, self.settings.batch_size > 0
         options: Any = {"device": self.device, "count": count, "has_share": has_share, "spans_ranks": spans_ranks}
         made = foreign_steps(loader, accumulation_steps, **options)
-        return made if count is not None else compared(made, self.effective_batch_size, stacklevel=3)
+        return made if count is not None else compared(made, self.effective_batch_size)
 
     def _begun(self, loader: Any, sampler: ScheduledBatchSampler, **given: Any) -> Iterator[OptimizerStep]:
         if sampler.rank_slice != self._slice:
@@ -453,7 +453,7 @@ class Context(CheckpointMethods):
         """
         require_equal_settings(settings())
         if self.world_size > 1 and not (self._models.wrapped or self._models.sharded):
-            warn_of_unwrapped(stacklevel=3)
+            warn_of_unwrapped()
         self._loop = loop = object()
         self._slow_ranks.begin_loop()
         # FSDP2 models run collectives in the forward, which do not belong to the loss.

@@ -32,7 +32,6 @@ import socket
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from typing import Any
 from torch import distributed as dist
 
 from autosplit.ddp.failure_channel import Line, Word
-from autosplit.errors import AutosplitError, RankFailedError, causes_of, one_line, user_frames
+from autosplit.errors import AutosplitError, RankFailedError, causes_of, one_line, user_frames, warn_user
 from autosplit.text import printable
 
 # See Note [How ranks wait] for these durations.
@@ -285,12 +284,11 @@ def _unwatched(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        warnings.warn(
+        warn_user(
             f"{what} ({error}). Expected a second connection to rank 0, next to the process group's. Without it, the "
             "other ranks may wait until their time-out when a rank fails. Allow connections between the job's "
             "machines on all ports.",
             UnwatchedWarning,
-            stacklevel=2,
         )
 
 

@@ -7,7 +7,6 @@ rank 1   batch batch        count 25 | all ranks run 3 micro-steps        | weig
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from autosplit.ddp.device import exchange_device, gathered
-from autosplit.errors import InputError
+from autosplit.errors import InputError, warn_user
 from autosplit.parallel.batch_counts import Count, check_loader, count_samples, counted, tidy
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.parallel.rank_scope import normalised_over_ranks, refuse_ranks_without_samples, refuse_uncounted_scope
@@ -92,12 +91,11 @@ def foreign_steps(
         most = int(max(number for number, _ in everyones))
         if not all(number for number, _ in everyones):
             if held:
-                warnings.warn(
+                warn_user(
                     f"Another rank's loader has ended, and this rank's loader has at least {len(held)} batches "
                     "left. They are not trained on. Give the ranks loaders of equal length, or use "
                     "ctx.batch_sampler.",
                     LeftOverWarning,
-                    stacklevel=2,
                 )
             return
         total = sum(size for _, size in everyones)

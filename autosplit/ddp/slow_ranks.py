@@ -29,7 +29,6 @@ from __future__ import annotations
 import itertools
 import json
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,7 +39,7 @@ from torch import distributed as dist
 
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.rebalance import planned_s, solved_again, with_split
-from autosplit.errors import InputError
+from autosplit.errors import InputError, warn_user
 from autosplit.notes import Note
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.optimizer_steps import OptimizerStep
@@ -248,7 +247,7 @@ class SlowRanks(StepListener):
         if not self._has_warned:
             self._has_warned = True
             add_note_to_file(plan, Note("slow-rank", text))
-            warnings.warn(text, SlowRankWarning, stacklevel=6)
+            warn_user(text, SlowRankWarning)
 
 
 def _accepts(sampler: ScheduledBatchSampler, plan: Plan) -> bool:

@@ -12,7 +12,7 @@ from autosplit.accelerators import accelerator_kind, backend
 from autosplit.devices.device import Device
 from autosplit.devices.host_memory import HOST_SHARE, available_host_bytes
 from autosplit.devices.nvml import driver_version, free_bytes_by_nvml, is_mig, mig_count, started_nvml
-from autosplit.errors import DeviceError, first_line
+from autosplit.errors import DeviceError, first_line, warn_user
 
 
 class DeviceWarning(UserWarning):
@@ -72,10 +72,9 @@ def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) ->
             code="gpu-not-working",
         )
     for problem in problems:
-        warnings.warn(
+        warn_user(
             f"{problem}. autosplit does not use this device. Run `autosplit devices` for its state.",
             DeviceWarning,
-            stacklevel=4,
         )
     return tuple(devices)
 

@@ -140,7 +140,7 @@ def tune_sharded(
     if plan is None:
         plan, traced_on = _whole_plan(tuned, asked, state_bytes(model.parameters()), reserve)
     else:
-        warn_of_other_model(plan, model, stacklevel=3)
+        warn_of_other_model(plan, model)
         traced_on = [_like(index, planned) for index, planned in enumerate(plan.devices)]
     described = {name: options[name] for name in _DESCRIBED & options.keys()} | {"loss_fn": loss_fn}
     described |= {"precision": plan.precision, "fits": ()}
@@ -161,6 +161,10 @@ _DESCRIBED = {"compute_loss", "optimizer", "loss_reduction", "batch_dim", "make_
 """Arguments of `tune` that describe the workload."""
 
 
+_PARAM_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes that layers can compute in. Products of float8 need scales, which plain layers do not have."""
+
+
 def _refuse_options(options: Mapping[str, Any], param_dtype: Any, reshards: Any) -> None:
     refuse_unknown(tune_sharded, options, tune)
     refused = sorted({"strategy", "lengths", "checkpointing", "fits"} & options.keys())
@@ -170,10 +174,10 @@ def _refuse_options(options: Mapping[str, Any], param_dtype: Any, reshards: Any)
             "with DDP, samples of one length, and a model that checkpoints its layers itself. Leave the argument out.",
             code="sharded-option",
         )
-    if param_dtype is not None and not (isinstance(param_dtype, torch.dtype) and param_dtype.is_floating_point):
+    if param_dtype is not None and param_dtype not in _PARAM_DTYPES:
         raise InputError(
-            f"param_dtype is {param_dtype!r:.80}. Expected a floating-point dtype of torch, or None for the dtype of "
-            "the parameters. Pass a dtype such as torch.bfloat16.",
+            f"param_dtype is {param_dtype!r:.80}. Expected a floating-point dtype of at least 16 bits, or None for the "
+            "dtype of the parameters. Pass a dtype such as torch.bfloat16.",
             code="sharded-param-dtype",
         )
     if not isinstance(reshards, bool):

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -41,7 +40,7 @@ from torch.utils.data import DataLoader
 from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.setup import agree_on
-from autosplit.errors import InputError
+from autosplit.errors import InputError, warn_user
 from autosplit.integrations.gradient_norms import RunNorms
 from autosplit.integrations.loop_position import LoopPosition
 from autosplit.integrations.oom_halves import CutBatches, refuse_gathering
@@ -237,7 +236,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a model. Wrap it in `BalancedDataParallel` if one process has several devices."""
         if self.share is not None and not self._models and not kwargs.get("evaluation_mode"):
-            self.share.tell_of_other_model(model, stacklevel=5)  # `prepare` calls this method
+            self.share.tell_of_other_model(model)
             self.share.checkpoint(model)
         if self.share is not None and self.share.wraps and not kwargs.get("evaluation_mode"):
             # accelerate prepares the wrapper instead of the model, for example with autocast.
@@ -462,12 +461,11 @@ def _tell_of_check(plan: Plan) -> None:
     found = next((check for check in plan.checks if check.subject == "loss" and check.depends), None)
     if found is not None:
         advice = printable(found.advice, longest=300).rstrip(".")
-        warnings.warn(
+        warn_user(
             f"The plan was made with a loss that is not a mean over samples ({advice}), but accelerate weights "
             "micro-batches by their samples. Pass count= to the Accelerator, or tune a sum with "
             "loss_reduction='sum'.",
             UnevenLossWarning,
-            stacklevel=2,
         )
 
 

@@ -6,7 +6,6 @@ only its graph can be examined.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.errors import InputError, WorkloadError
+from autosplit.errors import InputError, WorkloadError, warn_user
 from autosplit.parallel.loss_graph import COUNTS, Reading, UnevenLossWarning, read_loss
 from autosplit.parallel.loss_weights import IGNORED_LABEL
 from autosplit.probe.loss_mean import SUM, TOLERANCE, Finding, Samples, examine_others, warn_of_finding
@@ -57,7 +56,7 @@ class OwnLoss:
         """
         finding = self.finding(loss, model, loader)
         if finding is not None:
-            warn_of_finding(finding, where="the Accelerator", stacklevel=6)
+            warn_of_finding(finding, where="the Accelerator")
             if finding.rule == "samples" or not finding.error <= TOLERANCE:
                 return ""
             return f"The model's loss is {finding}. {_cure(finding)}"
@@ -65,12 +64,11 @@ class OwnLoss:
         if reading.kind in ("weights", "labels", "elements"):
             return f"The loss is {reading.text}. Pass count= to the Accelerator: {COUNTS[reading.kind]}."
         if reading.kind == "unknown":
-            warnings.warn(
+            warn_user(
                 f"autosplit can't infer the divisor of the loss: the loss is {reading.text}, and the model did not "
                 "compute it. autosplit treats it as a mean over samples. If that is wrong, pass count= to the "
                 "Accelerator, a function that returns the divisor of a batch's loss.",
                 UnevenLossWarning,
-                stacklevel=5,
             )
         return ""
 
@@ -135,9 +133,8 @@ def doubt_sum(loss: torch.Tensor) -> None:
     """Warn if the graph of a loss ends in a sum. Weighted as a mean, its gradient depends on the split."""
     last = loss.grad_fn
     if type(last).__name__ == "SumBackward0" or getattr(last, "_saved_reduction", 1) == 2:
-        warnings.warn(
+        warn_user(
             f"The loss ends in a sum ({type(last).__name__}), but the plan weights it as a mean over samples. Use a "
             "mean, or tune with loss_reduction='sum'.",
             UnevenLossWarning,
-            stacklevel=4,
         )

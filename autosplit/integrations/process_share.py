@@ -8,7 +8,6 @@ plain python          1           the whole batch          BalancedDataParallel,
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from autosplit.ddp.device import device_for
 from autosplit.ddp.find_plan import described, tell_of_newest
 from autosplit.ddp.loader_steps import totals_over_ranks
 from autosplit.ddp.rendezvous import Place, place_here
-from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.errors import DeviceError, InputError, PlanError, warn_user
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
 from autosplit.plan.other_model import warn_of_other_model
@@ -128,23 +127,22 @@ class Share:
                     code="batchnorm-process-without-samples",
                 )
 
-    def tell_of_other_model(self, model: Any, *, stacklevel: int = 3) -> None:
+    def tell_of_other_model(self, model: Any) -> None:
         """Warn if the plan is for a model with a different number of parameters."""
         if not self.wraps:  # otherwise `Plan.wrap` warns
-            warn_of_other_model(self.plan, model, stacklevel=stacklevel)
+            warn_of_other_model(self.plan, model)
 
-    def tell_of_other_precision(self, precision: str, setting: str, *, stacklevel: int = 3) -> None:
+    def tell_of_other_precision(self, precision: str, setting: str) -> None:
         """Warn if the library's precision is not the plan's.
 
         Args:
             setting: The setting of the library that selects the plan's precision, for the message.
         """
         if precision != self.plan.precision:
-            warnings.warn(
+            warn_user(
                 f"The plan is for precision {self.plan.precision!r}, but the arguments set {precision}. The plan's "
                 f"batch sizes may not fit, or may be slow. Set {setting}, or tune with the precision of the "
                 "arguments.",
-                stacklevel=stacklevel,
             )
 
     def checkpoint(self, model: nn.Module) -> None:
@@ -249,11 +247,10 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
 
 def tell_of_no_plan() -> None:
     """Warn that there is no plan."""
-    warnings.warn(
+    warn_user(
         "autosplit found no plan, so all devices get equal batches. Run autosplit tune FILE, or pass plan=. With "
         "model=, autosplit looks for a saved plan of that model.",
         NoPlanWarning,
-        stacklevel=3,
     )
 
 

@@ -416,7 +416,7 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
         args.ddp_find_unused_parameters = True
     has = next((name for name in ("bf16", "fp16") if getattr(args, name)), "none")
     wants = f"{has}=False" if plan.precision == "none" else f"{plan.precision}=True"
-    share.tell_of_other_precision(has, wants, stacklevel=4)
+    share.tell_of_other_precision(has, wants)
     return share
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import Counter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,6 +10,7 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from autosplit.errors import warn_user
 from autosplit.parallel.accumulation import WatchedParameter
 
 _updates = 0
@@ -80,12 +80,11 @@ class LoopWithoutSteps:
         updates = [count - self._before[id(optimizer)] for optimizer, count in _updates_of.items()]
         if max(updates, default=0) <= self.steps_begun:
             return False
-        warnings.warn(
+        warn_user(
             f"The optimizer stepped after each micro-batch, but the plan has {accumulation_steps} micro-batches "
             "per optimizer step. So each update had too few samples. Loop with `for step in plan.steps(loader):` "
             "and `for batch in step:`, and call optimizer.step() after the inner loop. In a DDP job, use "
             "ctx.steps(loader).",
             StepsWarning,
-            stacklevel=2,
         )
         return True

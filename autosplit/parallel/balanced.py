@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import length_hint
@@ -15,7 +14,7 @@ from torch import nn
 from autosplit.accelerators import moved
 from autosplit.devices.peer_copy_check import check_links
 from autosplit.devices.transfer import active_placement
-from autosplit.errors import DeviceError, InputError, WorkloadError
+from autosplit.errors import DeviceError, InputError, WorkloadError, warn_user
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.parallel.accumulation import current_accumulation
 from autosplit.parallel.arguments import (
@@ -221,7 +220,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         active, chunks = self._cuts.cut(call, sizes, batch_size)
         leaves = [*named_call(call)] if len(active) > 1 else []  # a single device gets the call uncut
         if max(sizes) == 1 and (doubt := doubt_of(leaves, batch_size, self.dim)):
-            warnings.warn(f"The batch is cut to single rows. {doubt}", AmbiguousBatchWarning, stacklevel=2)
+            warn_user(f"The batch is cut to single rows. {doubt}", AmbiguousBatchWarning)
         shares = [sizes[index] for index in active]
         weights = weights_of(self.reduce, self.module, chunks, shares)
         kept, last = self._kept_now()

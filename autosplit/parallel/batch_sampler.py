@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from autosplit.errors import InputError, shown
+from autosplit.errors import InputError, shown, warn_user
 from autosplit.parallel.awaited_update import LoopWithoutSteps
 from autosplit.solve.split import accumulation_steps, micro_batch_sizes, short_split, whole_number
 
@@ -220,7 +219,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         if len(dataset) < self.num_samples:
             raise InputError(said, code="dataset-size")
         said += f", or a Subset if the other {len(dataset) - self.num_samples} are not for training"
-        warnings.warn(said, LeftOutWarning, stacklevel=4)  # points at the caller of plan.steps or ctx.steps
+        warn_user(said, LeftOutWarning)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, 0 or more. It determines the order of the next iteration.

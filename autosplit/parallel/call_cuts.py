@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from autosplit.errors import WorkloadError
+from autosplit.errors import WorkloadError, warn_user
 from autosplit.parallel.arguments import refuse_packed
 from autosplit.parallel.gather import AmbiguousBatchWarning
 from autosplit.text import listed
@@ -56,7 +55,7 @@ class CallCuts:
         try:
             return batch_size_of(call, self.dim, may_be_empty=True, depth=DEPTH, structure=structure, expected=expected)
         except AmbiguousBatchError as error:
-            warnings.warn(f"{error}. It was cut into {error.rows} samples", AmbiguousBatchWarning, stacklevel=4)
+            warn_user(f"{error}. It was cut into {error.rows} samples", AmbiguousBatchWarning)
             return error.rows
         except WorkloadError as error:
             raise WorkloadError(

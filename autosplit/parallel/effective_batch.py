@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from autosplit.errors import warn_user
 
 if TYPE_CHECKING:
     from autosplit.parallel.optimizer_steps import OptimizerStep
@@ -14,25 +15,21 @@ class EffectiveBatchWarning(UserWarning):
     """The size of the loader's optimizer steps differs from the plan's effective batch size."""
 
 
-def compared(made: Iterator[OptimizerStep], expected: int, *, stacklevel: int) -> Iterator[OptimizerStep]:
+def compared(made: Iterator[OptimizerStep], expected: int) -> Iterator[OptimizerStep]:
     """Yield the steps. Warn once if a step's size differs from the plan's effective batch size.
 
     The last step of an epoch may be smaller.
-
-    Args:
-        stacklevel: The number of generators between this generator and the user's loop, at which the warning points.
     """
     before: float | None = None
     for step in made:
         found = step.num_samples if step.num_samples > expected else before
         before = step.num_samples
         if found is not None and found != expected:
-            warnings.warn(
+            warn_user(
                 f"The optimizer steps have {found} samples, but the plan's have {expected}. Use "
                 "plan.loader(dataset) or ctx.loader(dataset), or choose a different batch size in the loader. To train "
                 f"with {found}, tune with effective_batch_size={found}.",
                 EffectiveBatchWarning,
-                stacklevel=stacklevel + 1,
             )
             yield step
             break

@@ -25,7 +25,6 @@ import copy
 import dataclasses
 import enum
 import numbers
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -34,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.devices.transfer import active_placement, transfer, transfer_into
-from autosplit.errors import WorkloadError
+from autosplit.errors import WorkloadError, warn_user
 from autosplit.parallel.loss_weights import DoubtfulWeights
 from autosplit.torch_versions import FakeTensor
 from autosplit.workload.samples import are_similar, is_plain_sequence, is_records
@@ -243,12 +242,11 @@ class Gathering:
         )
 
     def _warn_of_list(self, first: Any, place: str, taken: str) -> None:
-        warnings.warn(
+        warn_user(
             f"The output{place} is a {type(first).__name__} of {len(first)} items on each device. All devices have "
             f"the same number of samples, so autosplit assumed {taken}. If that is wrong, return a tensor or a "
             "dict, or give the devices different numbers of samples in the first batch.",
             AmbiguousBatchWarning,
-            stacklevel=2,
         )
 
     def _join_tensors(self, tensors: list[Tensor], place: str) -> Tensor:

@@ -8,7 +8,6 @@ mse_loss(x, y, reduction="sum")     MseLossBackward0, reduction 2               
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from autosplit.errors import warn_user
 from autosplit.parallel.batch_counts import as_count
 from autosplit.parallel.loss_weights import IGNORED_LABEL, is_integer
 from autosplit.workload.tree import leaves_of
@@ -108,7 +108,7 @@ def _sums_samples(node: Any, samples: int) -> bool:
     return bool(sizes) and int(sizes[0]) == samples and all(_name(one) != "Mean" for one in nearest)
 
 
-def warn_of_reading(reading: Reading, *, stacklevel: int) -> None:
+def warn_of_reading(reading: Reading) -> None:
     """Warn if a loss is not a mean over samples, because its micro-batches are weighted by their samples."""
     if reading.kind in ("samples", "unknown"):
         return
@@ -117,11 +117,10 @@ def warn_of_reading(reading: Reading, *, stacklevel: int) -> None:
         if reading.kind == "sum"
         else f"Pass count= to plan.steps or ctx.steps: {COUNTS[reading.kind]}."
     )
-    warnings.warn(
+    warn_user(
         f"The loss is {reading.text}, but autosplit weights micro-batches by their samples. So the gradient "
         f"depends on the split. {cure}",
         UnevenLossWarning,
-        stacklevel=stacklevel,
     )
 
 

@@ -7,14 +7,13 @@ infers the kind, or the user passes `reduce=`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import InputError, WorkloadError
+from autosplit.errors import InputError, WorkloadError, warn_user
 from autosplit.torch_versions import FakeTensor
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class DoubtfulWeights(list["float | Tensor"]):
     def say(self) -> None:
         """Warn once that the weights are a guess."""
         if self.doubt:
-            warnings.warn(self.doubt, ReduceWarning, stacklevel=3)
+            warn_user(self.doubt, ReduceWarning)
             self.doubt = ""
 
 

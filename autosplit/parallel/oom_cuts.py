@@ -17,7 +17,6 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from autosplit.accelerators import accelerator_in_use
-from autosplit.errors import InputError, advise
+from autosplit.errors import InputError, advise, warn_user
 from autosplit.notes import Note
 from autosplit.oom import is_oom, scarcity
 from autosplit.parallel.batch_counts import Count, counted
@@ -116,7 +115,7 @@ class Cuts:
         if self.count_cut == 1:
             norms = ", except that BatchNorms normalise over each part" if self.least > 1 else ""
             advice = why or "Tune again with samples as large as these, or with a larger reserve="
-            warnings.warn(f"{said}. The gradient stays the same{norms}. {advice}.", CutWarning, stacklevel=4)
+            warn_user(f"{said}. The gradient stays the same{norms}. {advice}.", CutWarning)
         else:
             _log.info("%s", said)
         half = (samples + 1) // 2

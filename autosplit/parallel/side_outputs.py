@@ -6,13 +6,13 @@ gradient.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from autosplit.errors import warn_user
 from autosplit.parallel.loss_graph import graph_nodes
 from autosplit.parallel.loss_weights import ReduceWarning
 from autosplit.workload.tree import tensors_of
@@ -62,8 +62,7 @@ def warn_of_side_outputs(module: nn.Module, ran: nn.Module, outputs: Any) -> Non
     inside = set(graph_nodes(*(tensor.grad_fn for tensor in tensors_of(outputs))))
     names = [name for name, tensor in kept if tensor.grad_fn not in inside]
     if names:
-        warnings.warn(
+        warn_user(
             f"The forward keeps a tensor with a gradient in the attribute {names[0]}. {ADVICE}",
             ReduceWarning,
-            stacklevel=5,
         )

@@ -64,7 +64,7 @@ class LossReader(StepListener):
 
     def first_loss(self, loss: Tensor, samples: int, weight: float) -> None:  # noqa: ARG002
         """Examine the loss's autograd graph."""
-        warn_of_reading(read_loss(loss, samples), stacklevel=4)
+        warn_of_reading(read_loss(loss, samples))
 
 
 @dataclass(eq=False)

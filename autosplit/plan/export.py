@@ -18,6 +18,7 @@ from autosplit.errors import InputError, PlanError, shown
 from autosplit.plan.even_plan import ACCELERATE, LIGHTNING, TRANSFORMERS, even_plan, first_notes
 from autosplit.plan.export_jobs import (
     IMAGE,
+    REQUIREMENTS,
     SCRIPT,
     machines_of,
     sbatch_file,
@@ -314,7 +315,10 @@ def _to_trainjob(plan: PlanRecord, _path: object) -> Export:
 def _to_skypilot(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
     file, notes = _file_of(plan, path)
     task = skypilot_task(machines_of(plan, _Start.of(plan).machines), file.absolute())
-    notes.append(f"{SCRIPT} is a placeholder for your script in the working directory.")
+    notes.append(
+        f"{SCRIPT} is a placeholder for your script in the working directory, and {REQUIREMENTS} for the list of its "
+        "packages. The list must name autosplit, by a path or a repository from which pip can install it."
+    )
     if "resources" in task:
         notes.append("Check the GPU's name with sky show-gpus.")
     return Export("skypilot", task, "\n".join([*_comment_lines(notes), yaml_text(task)]), notes=tuple(notes))

@@ -25,6 +25,9 @@ NAME = "autosplit"
 SCRIPT = "train.py"
 """Placeholder for the user's script in command lines."""
 
+REQUIREMENTS = "requirements.txt"
+"""Placeholder for the list of packages that the user's script needs."""
+
 PORT = 29500
 """Port at which rank 0 listens: torchrun's default."""
 
@@ -223,7 +226,7 @@ def skypilot_task(machines: Sequence[Machines], plan_file: Path) -> dict[str, An
     return {
         "name": NAME,
         "workdir": ".",
-        "setup": "pip install autosplit\n",
+        "setup": f"pip install -r {REQUIREMENTS}\n",
         "run": f'export {PLAN_VARIABLE}="$HOME/autosplit-plan.json"\n{run}',
         "num_nodes": group.count,
         **({} if group.gpu is None else {"resources": {"accelerators": {_accelerator(group.gpu): group.ranks}}}),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from autosplit.accelerators import checked_module
-from autosplit.errors import InputError
+from autosplit.errors import InputError, warn_user
 from autosplit.plan.record import PlanRecord
 from autosplit.text import printable
 
@@ -38,13 +37,10 @@ def refuse_wrapped(model: Any) -> None:
         )
 
 
-def warn_of_other_model(
-    plan: PlanRecord, model: Any, *, stacklevel: int, hint: Callable[[int], str] = lambda _: ""
-) -> None:
+def warn_of_other_model(plan: PlanRecord, model: Any, *, hint: Callable[[int], str] = lambda _: "") -> None:
     """Warn if a model and the plan's model have different numbers of parameters.
 
     Args:
-        stacklevel: Stack level of the warning, counted from the caller.
         hint: Function that returns advice on finding a plan for this number of parameters, or an empty string.
     """
     name, wanted = plan.workload.get("model"), plan.workload.get("parameters")
@@ -52,10 +48,9 @@ def warn_of_other_model(
         return  # the model may be any of several
     given = parameters_in(model)
     if given is not None and given != wanted:
-        warnings.warn(
+        warn_user(
             f"the plan is for {printable(str(name or 'a model'), longest=100)} with {wanted:,} parameters, but "
             f"this {type(model).__name__} has {given:,}. The plan's batch sizes may not fit, or may be far too "
             f"small. {hint(given) or 'Tune for this model, and pass the new plan.'}",
             OtherModelWarning,
-            stacklevel=stacklevel + 1,
         )

@@ -229,7 +229,7 @@ class Plan(PlanRecord):
         refuse_simulated(self, "wrap a model")
         refuse_several_processes()
         refuse_wrapped(model)
-        warn_of_other_model(self, model, stacklevel=2)
+        warn_of_other_model(self, model)
         devices = self.devices_here()
         model = moved(model, devices[0])
         checkpoint_layers(model, self.checkpointed)
@@ -414,7 +414,7 @@ class Plan(PlanRecord):
         # `steps` already compares the sizes.
         if count is not None or isinstance(getattr(loader, "batch_sampler", None), ScheduledBatchSampler):
             return made
-        return compared(made, self.effective_batch_size, stacklevel=1)
+        return compared(made, self.effective_batch_size)
 
     @contextmanager
     def budgets(self) -> Iterator[Tracker]:

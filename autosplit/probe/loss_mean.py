@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autosplit.errors import WorkloadError
+from autosplit.errors import WorkloadError, warn_user
 from autosplit.parallel.batch_counts import Count
 from autosplit.parallel.loss_graph import LabelMean, UnevenLossWarning, label_means
 from autosplit.parallel.loss_weights import IGNORED_LABEL
@@ -255,7 +254,7 @@ def _best(errors: dict[Any, float], otherwise: str) -> Finding:
     return Finding(best if is_rule else CROSS_ENTROPY, errors[best], None if is_rule else best)
 
 
-def warn_of_finding(finding: Finding, *, where: str, stacklevel: int = 3) -> None:
+def warn_of_finding(finding: Finding, *, where: str) -> None:
     """Warn if a loss fits no rule, or if it could not be examined.
 
     Args:
@@ -274,4 +273,4 @@ def warn_of_finding(finding: Finding, *, where: str, stacklevel: int = 3) -> Non
         )
     else:
         return
-    warnings.warn(text, UnevenLossWarning, stacklevel=stacklevel)
+    warn_user(text, UnevenLossWarning)

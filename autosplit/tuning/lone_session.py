@@ -348,7 +348,7 @@ class LoneSession(Session):
         bare = StepTime.bare(curves, self.prober.update_seconds(), adds_up=self.runtime.shares_processor)
         if len(shares) == 1 or self.runtime.shares_processor or self.runtime.simulated:
             return bare  # The simulation computes the all-reduce. On one CPU nothing is copied.
-        split = (max(1, min(shares) // 4),) * len(shares)
+        split = (max(self.prober.least_batch(), min(shares) // 4),) * len(shares)
         try:
             seconds = self.prober.micro_seconds(StepShape((split,)), budget_s=POINT_BUDGET_S)
         except OutOfMemoryError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from autosplit.errors import AutosplitError, UserCodeError, ends_tracebacks, from_user_code
+from autosplit.errors import AutosplitError, UserCodeError, ends_tracebacks, from_user_code, warn_user
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.explanation import TunedWay
@@ -235,11 +234,11 @@ def _warned(plan: Plan) -> Plan:
     """Warn about a NaN loss, about doubtful times, and if splitting changes the training. Return the plan."""
     for note in plan.notes:
         if note.kind in _WARNINGS:
-            warnings.warn(note.text, _WARNINGS[note.kind], stacklevel=4)
+            warn_user(note.text, _WARNINGS[note.kind])
     found = changed(plan.checks)
     if found:
         others = f". See plan.checks for {len(found) - 1} more." if len(found) > 1 else "."
-        warnings.warn(f"{str(found[0]).rstrip('.')}{others}", ChangedTrainingWarning, stacklevel=4)
+        warn_user(f"{str(found[0]).rstrip('.')}{others}", ChangedTrainingWarning)
     return plan
 
 
@@ -262,7 +261,7 @@ class _Tuning:
     def tell_waiting(self, message: str) -> None:
         """Report a wait, which may take minutes, to the user's progress function or as a warning."""
         if self.heard is None:
-            warnings.warn(f"{message}. profile='off' does not wait.", WaitingWarning, stacklevel=2)
+            warn_user(f"{message}. profile='off' does not wait.", WaitingWarning)
         self.progress(Progress("waiting", message, 0.0))
 
 

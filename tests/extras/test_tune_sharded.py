@@ -186,7 +186,7 @@ class TestRefusals:
         with raises(ArgumentError, "argument-unknown", f"{option}= is not", "tune_sharded()", meant):
             tune_sharded(make_workload, **{option: 2})
 
-    @pytest.mark.parametrize("dtype", ["bf16", torch.int8, float])
+    @pytest.mark.parametrize("dtype", ["bf16", torch.int8, torch.float8_e4m3fn, float])
     def test_a_param_dtype_that_can_not_be_trained(self, dtype):
         with raises(InputError, "sharded-param-dtype", "Expected a floating-point dtype"):
             tune_sharded(make_workload, devices="sim:2xRTX3090", param_dtype=dtype)

@@ -190,6 +190,8 @@ def test_a_task_of_skypilot():
     assert set(task) == TASK_KEYS
     assert (task["num_nodes"], task["resources"]) == (2, {"accelerators": {"A100": 4}})
     assert task["file_mounts"] == {"~/autosplit-plan.json": "/plans/plan.json"}
+    assert task["setup"] == "pip install -r requirements.txt\n"
+    assert "requirements.txt for the list of its packages" in found.notes[0]
 
 
 @pytest.mark.parametrize(

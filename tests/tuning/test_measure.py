@@ -246,3 +246,7 @@ class TestAccelerators:
         found = measure(mlp(), devices=KIND, split=(4,) * COUNT, strategy="ddp", isolate=isolate)
         assert found.predicted == (COUNT > 1)
         assert min(found.peak_bytes) > 0
+
+    def test_ranks_with_batchnorm_get_two_samples_in_every_step(self):
+        """The step that times the copies between devices had 1 sample per device, and BatchNorm raised an error."""
+        assert measure(small(), devices=KIND, split=(4,) * COUNT, strategy="ddp").split == (4,) * COUNT
