@@ -95,6 +95,8 @@ class Unused(nn.Module):
 
 
 class Complex(nn.Module):
+    """Only floating-point parameters were replicated with gradients. Complex parameters lost all but device 0's."""
+
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.complex(torch.randn(5, 3), torch.randn(5, 3)))

@@ -116,13 +116,3 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 def loader_of(ctx: ddp.Context, **options: Any) -> DataLoader:
     return DataLoader(range(NUM_SAMPLES), batch_sampler=ctx.batch_sampler(NUM_SAMPLES, **options))
-
-
-def kept_labels(indices: Any) -> int:
-    """Return the labels that count in a loss that ignores every third sample."""
-    return int(sum(int(index) % 3 > 0 for index in indices))
-
-
-def kept_loss(model: torch.nn.Module, indices: Any) -> torch.Tensor:
-    kept = [int(index) for index in indices if int(index) % 3]
-    return mean_loss(model, kept) if kept else model(INPUTS[:1]).sum() * 0

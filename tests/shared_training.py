@@ -286,3 +286,18 @@ def check_trained(ranks: list[dict[str, Any]], job: tuple[str, tuple[int, ...], 
     check_epochs([found["seen"] for found in ranks], sizes, effective)
     moved = float((expected["weights"][-1] - expected["weights"][0]).abs().max())
     assert moved > 1e-3, "so that the bound tells something"
+
+
+def check_resumed(ranks: list[dict[str, Any]], job: tuple[str, tuple[int, ...], int], bound: float = 1e-9) -> None:
+    """Check that training from a checkpoint in the middle of an epoch ends as the uninterrupted training.
+
+    Args:
+        ranks: For each rank, its `seen`, and the `weights`, `scheduler_steps` and `seen` of `resumed`.
+    """
+    expected = by_hand(job[0], job[2])["weights"][-1]
+    for found in ranks:
+        resumed = found["resumed"]
+        assert float((resumed["weights"] - expected).abs().max()) < bound
+        assert resumed["scheduler_steps"] == STEPS
+        assert 0 < len(resumed["seen"]) < len(found["seen"])
+        assert resumed["seen"] == found["seen"][-len(resumed["seen"]) :]

@@ -373,20 +373,24 @@ class Context(CheckpointMethods):
         return hint_for_size(parameters, self.world_size)
 
     def _refuse_unsuited_models(self, *, cuts: bool, noise_scale: bool) -> None:
-        if cuts:
-            self._refuse(
-                refuse_meeting,
-                "on_oom is 'cut', and the model is sharded (ctx.shard), so its forward runs collectives. Expected "
-                "a model with which each rank can run its own number of forwards. Use ctx.wrap, or leave on_oom "
-                "out.",
+        if cuts and self._models.sharded:
+            raise InputError(
+                "on_oom is 'cut', and the model is sharded (ctx.shard), so its forward runs collectives. Expected a "
+                "model with which each rank can run its own number of forwards. Use ctx.wrap, or leave on_oom out.",
+                code="sharded-model-option",
             )
-        if noise_scale:
-            self._refuse(
-                refuse_hook,
+        if noise_scale and self._models.sharded:
+            raise InputError(
                 "noise_scale is given, and the model is sharded (ctx.shard). Expected a model that every rank has "
-                "completely, because the estimate needs each rank's own gradient. Use ctx.wrap, or leave "
-                "noise_scale out.",
+                "completely, because the estimate needs each rank's own gradient. Use ctx.wrap, or leave noise_scale "
+                "out.",
+                code="sharded-model-option",
             )
+        for wrapped in self._models.wrapped:
+            if cuts:
+                refuse_meeting(wrapped)
+            if noise_scale:
+                refuse_hook(wrapped)
 
     def all_gather(self, tensor: torch.Tensor) -> Gathered:
         """Gather the rows of a tensor from all ranks, with gradients, for a loss that compares samples across ranks.
@@ -477,12 +481,6 @@ class Context(CheckpointMethods):
             # If this generator is closed late, a newer loop may already run. Do not change the newer loop's flag.
             if self._loop is loop:
                 self._models.synchronise(True)
-
-    def _refuse(self, refuse: Callable[[DistributedDataParallel], None], says: str) -> None:
-        if self._models.sharded:
-            raise InputError(says, code="sharded-model-option")
-        for wrapped in self._models.wrapped:
-            refuse(wrapped)
 
 
 def _effective_batch_size(plan: Plan, batch_size: int) -> int:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.ddp.batchnorms import has_synchronised
 from autosplit.errors import InputError
+from autosplit.parallel.loss_graph import graph_nodes
 from autosplit.parallel.step_listener import StepListener
 from autosplit.torch_versions import private
 
@@ -96,10 +97,8 @@ def _number() -> int:
 
 
 def _gathers(loss: torch.Tensor) -> bool:
-    nodes: list[Any] = [loss.grad_fn]
-    for node in itertools.islice(nodes, 200):  # the list grows in the loop
+    for node in itertools.islice(graph_nodes(loss.grad_fn), 200):
         name = type(node).__name__.lower()
         if ("gather" in name and not name.startswith("gatherbackward")) or "allreduce" in name:
             return True
-        nodes += [other for other, _ in getattr(node, "next_functions", ()) if other is not None]
     return False

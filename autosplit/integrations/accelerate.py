@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autosplit.ddp.group_end import let_go_of_group_last
-from autosplit.ddp.loader_steps import totals_over_ranks
 from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError, warn_user
@@ -127,7 +126,7 @@ class SharesLoader(DataLoaderShard):
             count=self._accelerator._count,
             sums=self.share.plan.loss_reduction == "sum",
             spans_ranks=self._accelerator._scope == "ranks",
-            over_processes=self._accelerator._over_processes,
+            over_processes=partial(self.share.over_processes, device=self._accelerator.device),
         )
         for one in walked if cut is None else cut.walk(walked):
             self.weight, self.end_of_dataloader = one.weight, one.is_last
@@ -434,9 +433,6 @@ class Accelerator(accelerate.Accelerator):
         if isinstance(dataloader, SharesLoader):
             return dataloader.skipping(num_batches)
         return super().skip_first_batches(dataloader, num_batches)
-
-    def _over_processes(self, numbers: Sequence[float]) -> list[float]:
-        return [*numbers] if self.num_processes == 1 else totals_over_ranks(numbers, self.device)
 
 
 def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:

@@ -13,8 +13,9 @@ Without a plan nothing changes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -26,7 +27,6 @@ from torch.utils.data import DataLoader, SequentialSampler
 from autosplit.accelerators import accelerator_kind
 from autosplit.ddp.batchnorms import silenced
 from autosplit.ddp.group_end import let_go_of_group_last
-from autosplit.ddp.loader_steps import totals_over_ranks
 from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError, PlanError
@@ -111,7 +111,7 @@ class SharesLoader:
             count=self._count,
             sums=self._sums,
             spans_ranks=self._spans_ranks,
-            over_processes=self._over_processes,
+            over_processes=partial(self._share.over_processes, device=torch.device(accelerator_kind() or "cpu")),
             begin=begin,
             end=self._end,
         )
@@ -151,11 +151,6 @@ class SharesLoader:
                 code="lightning-position",
             )
         return begin
-
-    def _over_processes(self, numbers: Sequence[float]) -> list[float]:
-        if self._share.num_processes == 1:
-            return [*numbers]
-        return totals_over_ranks(numbers, torch.device(accelerator_kind() or "cpu"))
 
 
 class Shares(lightning.pytorch.Callback):

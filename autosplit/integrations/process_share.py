@@ -8,7 +8,7 @@ plain python          1           the whole batch          BalancedDataParallel,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 from autosplit.ddp.context import Context
 from autosplit.ddp.device import device_for
 from autosplit.ddp.find_plan import described, tell_of_newest
+from autosplit.ddp.loader_steps import totals_over_ranks
 from autosplit.ddp.rendezvous import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError, warn_user
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
@@ -153,6 +154,10 @@ class Share:
     def device(self) -> torch.device:
         """The plan's device for this process."""
         return device_for(self.plan, self.place) if self.num_processes > 1 else self.plan.devices_here()[0]
+
+    def over_processes(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        """Return the sums of the numbers over the processes. All processes call this."""
+        return [*numbers] if self.num_processes == 1 else totals_over_ranks(numbers, device)
 
     def refuse_other_job(self, num_processes: int, device: torch.device, tool: str) -> None:
         """Raise an error if the library's number of processes or its device differs from the plan's.

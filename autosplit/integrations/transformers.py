@@ -34,7 +34,6 @@ from torch.nn.parallel import DistributedDataParallel
 from autosplit import ddp
 from autosplit.ddp.gradient_average import apart, average_gradients, refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last
-from autosplit.ddp.loader_steps import totals_over_ranks
 from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.errors import InputError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
@@ -188,7 +187,7 @@ class SharesMixin(Mixed):
             self._weights = deque(float(self.share.num_processes * (number != 0)) for number in samples)
             return batches, None
         items = [self._count_of(one, number) for one, number in zip(batches, samples, strict=True)]
-        total = self._over_processes([sum(items)])[0]
+        total = self.share.over_processes([sum(items)], self.args.device)[0]
         self._weights = deque(number * self.share.num_processes / total if total else 0.0 for number in items)
         self._items, self._total = deque(items), total
         return batches, None
@@ -210,15 +209,12 @@ class SharesMixin(Mixed):
             return counted(own, batch)
         return count_by(self._rule or "samples", batch, samples)
 
-    def _over_processes(self, numbers: list[float]) -> list[float]:
-        assert self.share is not None, "only called with a plan"
-        return numbers if self.share.num_processes == 1 else totals_over_ranks(numbers, self.args.device)
-
     def _weights_over_ranks(self, batches: list[Any], samples: list[int | None]) -> list[float]:
         refuse_uncounted_scope(len(batches), self._count)
         zeros = sum(number == 0 for number in samples)
         items = [self._count_of(one, number) for one, number in zip(batches, samples, strict=True)]
-        without, *everyones = self._over_processes([zeros, *items])
+        assert self.share is not None, "only called with a plan"
+        without, *everyones = self.share.over_processes([zeros, *items], self.args.device)
         refuse_ranks_without_samples(without)
         sizes, total = normalised_over_ranks(everyones, 1)
         return [size / total if total else 0.0 for size in sizes]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import InputError
+from autosplit.parallel.loss_graph import graph_nodes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,11 +79,9 @@ class WatchedParameter:
     @classmethod
     def of(cls, loss: Tensor) -> WatchedParameter | None:
         """Return the parameter nearest to the loss. Search at most 200 graph nodes."""
-        nodes: list[Any] = [loss.grad_fn]
-        for node in itertools.islice(nodes, 200):  # the list grows in the loop, which gives breadth-first order
+        for node in itertools.islice(graph_nodes(loss.grad_fn), 200):
             if type(node).__name__ == "AccumulateGrad":
                 return cls(node.variable, node.variable._version)  # noqa: SLF001  # torch has no public version
-            nodes += [other for other, _ in getattr(node, "next_functions", ())]
         return None
 
     def is_changed(self) -> bool:

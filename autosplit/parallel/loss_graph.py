@@ -8,7 +8,7 @@ mse_loss(x, y, reduction="sum")     MseLossBackward0, reduction 2               
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -104,7 +104,7 @@ def _read_reduction(node: Any, name: str, samples: int) -> Reading:
 def _sums_samples(node: Any, samples: int) -> bool:
     """Return whether a sum adds up the samples. `losses.mean(0).sum()` does not."""
     sizes = _saved(node, "self_sym_sizes")
-    nearest = itertools.islice(_nodes_below(node), _FEW_NODES)
+    nearest = itertools.islice(graph_nodes(node), _FEW_NODES)
     return bool(sizes) and int(sizes[0]) == samples and all(_name(one) != "Mean" for one in nearest)
 
 
@@ -165,7 +165,7 @@ class LabelMean:
 
 def label_means(loss: Tensor, batch: Any) -> Iterator[LabelMean]:
     """Yield the ways to count the labels of each cross entropy in a loss's graph, if the batch contains the labels."""
-    for node in _nodes(loss):
+    for node in itertools.islice(graph_nodes(loss.grad_fn), _MOST_NODES):
         target = _saved(node, "target")
         if not _name(node).startswith("NllLoss") or target is None:
             continue
@@ -185,15 +185,19 @@ def _kept(labels: Tensor, ignored: int, *, is_shifted: bool) -> Tensor:
     return labels[labels != ignored].cpu().long()
 
 
-def _nodes(loss: Tensor) -> Iterable[Any]:
-    return itertools.islice(_nodes_below(loss.grad_fn), _MOST_NODES)
+def graph_nodes(*roots: Any) -> Iterator[Any]:
+    """Yield the nodes of an autograd graph, each once and the nearest first.
 
-
-def _nodes_below(node: Any) -> Iterator[Any]:
-    nodes: list[Any] = [node]
-    for one in nodes:  # the list grows in the loop, which gives breadth-first order
-        yield one
-        nodes += [other for other, _ in getattr(one, "next_functions", ()) if other is not None]
+    Args:
+        roots: The `grad_fn` of tensors.
+    """
+    nodes = [node for node in dict.fromkeys(roots) if node is not None]
+    seen = {None, *nodes}
+    for node in nodes:  # the list grows in the loop, which gives breadth-first order
+        yield node
+        below = dict.fromkeys(other for other, _ in node.next_functions if other not in seen)
+        seen.update(below)
+        nodes += below
 
 
 def _name(node: Any) -> str:

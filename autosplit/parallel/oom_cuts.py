@@ -32,6 +32,7 @@ from autosplit.errors import InputError, advise, warn_user
 from autosplit.notes import Note
 from autosplit.oom import is_oom, scarcity
 from autosplit.parallel.batch_counts import Count, counted
+from autosplit.parallel.loss_graph import graph_nodes
 from autosplit.rng import RngState
 from autosplit.workload.batch import chunk
 from autosplit.workload.samples import batch_size_of
@@ -250,44 +251,25 @@ class AddedGradients:
 
     Attributes:
         hides: Whether the graph contains reentrant checkpointing, which builds parts of the graph in the backward.
+        leaves: The tensors whose gradients the backward adds to.
     """
 
     def __init__(self, loss: Tensor) -> None:
-        self.hides = False
-        self._before = [
-            (leaf, leaf.grad, None if leaf.grad is None else leaf.grad._version) for leaf in self._leaves_of(loss)
-        ]
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        """The tensors whose gradients the backward adds to."""
-        return [leaf for leaf, _, _ in self._before]
+        nodes = list(graph_nodes(loss.grad_fn))
+        self.hides = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
+        self.leaves = [node.variable for node in nodes if hasattr(node, "variable")]  # of each AccumulateGrad
+        self._before = [(leaf.grad, None if leaf.grad is None else leaf.grad._version) for leaf in self.leaves]
 
     def drop_begun(self) -> list[Tensor]:
         """Drop the gradients that the backward created. Return the tensors whose gradients it added to."""
-        _wait_for_workers(leaf.device for leaf, _, _ in self._before)
+        _wait_for_workers(leaf.device for leaf in self.leaves)
         added = []
-        for leaf, grad, version in self._before:
+        for leaf, (grad, version) in zip(self.leaves, self._before, strict=True):
             if leaf.grad is not grad:
                 leaf.grad = grad
             elif grad is not None and grad._version != version:
                 added.append(leaf)
         return added
-
-    def _leaves_of(self, loss: Tensor) -> Iterator[Tensor]:
-        open_nodes = [loss.grad_fn]
-        seen = set(open_nodes)
-        while open_nodes:
-            node = open_nodes.pop()
-            if node is None:
-                continue
-            if hasattr(node, "variable"):  # AccumulateGrad
-                yield node.variable
-            self.hides |= node.name() == "CheckpointFunctionBackward"
-            for other, _ in node.next_functions:
-                if other not in seen:
-                    seen.add(other)
-                    open_nodes.append(other)
 
 
 def _wait_for_workers(devices: Iterable[torch.device]) -> None:

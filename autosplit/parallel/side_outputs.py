@@ -6,7 +6,6 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import warn_user
+from autosplit.parallel.loss_graph import graph_nodes
 from autosplit.parallel.loss_weights import ReduceWarning
 from autosplit.workload.tree import tensors_of
 
@@ -59,21 +59,10 @@ def warn_of_side_outputs(module: nn.Module, ran: nn.Module, outputs: Any) -> Non
     kept = kept_tensors(module, ran)
     if not kept:
         return
-    inside = _graph_of(tensors_of(outputs))
+    inside = set(graph_nodes(*(tensor.grad_fn for tensor in tensors_of(outputs))))
     names = [name for name, tensor in kept if tensor.grad_fn not in inside]
     if names:
         warn_user(
             f"The forward keeps a tensor with a gradient in the attribute {names[0]}. {ADVICE}",
             ReduceWarning,
         )
-
-
-def _graph_of(tensors: Iterable[Tensor]) -> set[Any]:
-    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        for node, _ in nodes.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
-                nodes.append(node)
-    return seen

@@ -1,4 +1,7 @@
-"""DDP with a plan's settings: the slices cover the epoch, and the gradient is the whole batch's."""
+"""DDP with a plan's settings: the slices cover the epoch, and a process leaves nothing behind.
+
+Gradients of real ranks are compared in tests/public/test_ddp_exact.py and in test_ddp_ragged.py.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,7 @@ import pytest
 import torch
 from ddp_jobs import (
     INPUTS,
-    NUM_SAMPLES,
     gradient,
-    kept_labels,
-    kept_loss,
     loader_of,
     make_model,
     make_plan,
@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader
 from autosplit import ddp
 from autosplit.ddp.batchnorms import BatchNormWarning, doubt_batchnorms
 from autosplit.errors import CheckpointError, DeviceError, InputError, PlanError
-from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler, StepSchedule
+from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.optimizer_steps import OptimizerStep, steps
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan
@@ -114,21 +114,6 @@ class TestRankSlices:
             for batch, count, all_of_it in zip(sampler, counted, whole, strict=True):
                 assert len(batch) <= max(1, sizes[rank])
                 assert len(batch) == count or (not count and batch == all_of_it[: min(2, max(1, sizes[rank]))])
-
-    def test_the_schedule(self) -> None:
-        small, large = samplers(23, (2, 6), 20)
-        assert small.schedule == (StepSchedule((2, 2, 2), 20), StepSchedule((0,), 3))
-        assert large.schedule == (StepSchedule((6, 6, 2), 20), StepSchedule((3,), 3))
-        assert list(small) == [[0, 1], [8, 9], [16, 17], [20, 21]]
-        assert list(large) == [[2, 3, 4, 5, 6, 7], [10, 11, 12, 13, 14, 15], [18, 19], [20, 21, 22]]
-
-    def test_resuming_and_epochs_are_the_same_on_all_ranks(self) -> None:
-        ranks = samplers(45, (2, 6), 20, shuffle=True)
-        whole = ScheduledBatchSampler(45, 8, 20, shuffle=True)
-        for sampler in (whole, *ranks):
-            sampler.set_epoch(4)
-            sampler.resume(20)
-        assert [a + b for a, b in zip(*ranks, strict=True)] == list(whole)
 
     def test_counts_of_one_rank_say_nothing_of_the_others(self) -> None:
         loader = DataLoader(range(45), batch_sampler=samplers(45, (2, 6), 20)[0])
@@ -430,30 +415,6 @@ class TestOneProcess:
 # Starting processes costs seconds, so both run all scenarios, each in its own group, and write the results. The
 # scenarios are at module level, because the processes import them by name.
 
-GRADIENTS = {
-    "2 and 6": ((2, 6), 8),
-    "1 and 7": ((1, 7), 8),
-    "three micro-steps": ((2, 6), 24),
-    "three, the last one short": ((1, 7), 20),
-    "a short last step": ((6, 2), 21),
-    "empty shares in the short last step": ((1, 7), 44),
-    "a rank without any share": ((0, 8), 20),
-    "more than one epoch has": ((3, 1), 100),
-}
-
-
-def epoch_gradients(sizes: tuple[int, ...], effective: int) -> list[tuple[torch.Tensor, list[int]]]:
-    """Return the gradient of every optimizer step without updates, and this rank's counts."""
-    found = []
-    with ddp.setup(make_plan(sizes, effective)) as ctx:
-        model = ctx.wrap(make_model())
-        for step in ctx.steps(loader_of(ctx, shuffle=True, seed=7)):
-            for indices in step:
-                step.backward(mean_loss(model, indices))
-            found.append((gradient(model).clone(), list(step.micro_batch_sizes)))
-            model.zero_grad()
-    return found
-
 
 def different_plans() -> str:
     plan = make_plan((2, 6), 8 + 8 * int(os.environ["RANK"]))
@@ -529,42 +490,8 @@ def checkpoints() -> dict[str, Any]:
     return found
 
 
-def token_gradients(sizes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Return every step's gradient of a loss that is not a mean over samples."""
-    found = []
-    with ddp.setup(make_plan(sizes, 20)) as ctx:
-        model = ctx.wrap(make_model())
-        for step in ctx.steps(loader_of(ctx, shuffle=True, seed=7), count=kept_labels):
-            for indices in step:
-                step.backward(kept_loss(model, indices))
-            found.append(gradient(model).clone())
-            model.zero_grad()
-    return found
-
-
-FOREIGN = ([[0, 1], [2], [3, 4, 5], [6], [7, 8]], [[9, 10, 11], [12, 13], [14]])
-"""Batches of each rank's own loader, two micro-batches per step. The second rank's last step has one less."""
-
-
-def foreign_gradients() -> tuple[list[torch.Tensor], list[str]]:
-    found = []
-    with warnings.catch_warnings(record=True) as caught, ddp.setup(make_plan((2, 6), 16)) as ctx:
-        warnings.simplefilter("always")
-        model = ctx.wrap(make_model())
-        for step in ctx.steps([torch.tensor(batch) for batch in FOREIGN[ctx.rank]]):
-            for indices in step:
-                step.backward(mean_loss(model, indices))
-            found.append(gradient(model).clone())
-            model.zero_grad()
-    return found, [str(warning.message) for warning in caught]
-
-
 SCENARIOS: dict[str, Callable[[], Any]] = {
-    "tokens": lambda: token_gradients((2, 6)),
-    "tokens, a rank without any share": lambda: token_gradients((0, 8)),
-    "foreign": foreign_gradients,
     "checkpoints": checkpoints,
-    **{name: lambda job=job: epoch_gradients(*job) for name, job in GRADIENTS.items()},
     "different plans": different_plans,
     "different notes": different_notes,
     "exception": exception_inside_the_loop,
@@ -576,26 +503,6 @@ ranks = job_of(__name__, "SCENARIOS", 2)
 
 
 class TestTwoProcesses:
-    @pytest.mark.parametrize("name", GRADIENTS)
-    def test_every_steps_gradient_is_that_of_its_samples_in_one_batch(self, ranks: Any, name: str) -> None:
-        _, effective = GRADIENTS[name]
-        order = [i for batch in ScheduledBatchSampler(NUM_SAMPLES, 1, 1, shuffle=True, seed=7) for i in batch]
-        both = found_by(ranks, name)
-        assert [len(found) for found in both] == [-(-NUM_SAMPLES // effective)] * 2
-        for number, pair in enumerate(zip(*both, strict=True)):
-            expected = make_model()
-            samples = order[number * effective : (number + 1) * effective]
-            mean_loss(expected, samples).backward()
-            for got, _ in pair:
-                assert relative_error(got, gradient(expected)) < 1e-10
-            assert sum(sum(counted) for _, counted in pair) == len(samples)
-
-    def test_the_cases_are_what_they_are_called(self, ranks: Any) -> None:
-        assert found_by(ranks, "three micro-steps")[0][0][1] == [2, 2, 2]
-        assert found_by(ranks, "a short last step")[0][-1][1] == [3]
-        assert [found[-1][1] for found in found_by(ranks, "empty shares in the short last step")] == [[0], [1]]
-        assert found_by(ranks, "a rank without any share")[0][0][1] == [0, 0, 0]
-
     def test_different_plans_are_refused_by_all(self, ranks: Any) -> None:
         said = found_by(ranks, "different plans")
         expected = "Rank {} of 2 stops: the plan of rank 1 differs from rank 0's. All ranks need the same plan"
@@ -616,28 +523,6 @@ class TestTwoProcesses:
     def test_gradients_meet_in_the_last_micro_batch_of_each_step_only(self, ranks: Any) -> None:
         for found in found_by(ranks, "communication"):
             assert found == [False, False, True, False, False, True, True]
-
-    @pytest.mark.parametrize("name", ["tokens", "tokens, a rank without any share"])
-    def test_a_mean_over_tokens_is_weighted_by_them(self, ranks: Any, name: str) -> None:
-        sampler = ScheduledBatchSampler(NUM_SAMPLES, 8, 20, shuffle=True, seed=7)
-        order = [index for batch in sampler for index in batch]
-        for found in found_by(ranks, name):
-            assert len(found) == 3
-            for number, got in enumerate(found):
-                reference = make_model()
-                kept_loss(reference, order[20 * number : 20 * number + 20]).backward()
-                assert relative_error(got, gradient(reference)) < 1e-12
-
-    def test_ranks_with_loaders_of_their_own_agree_on_what_these_give(self, ranks: Any) -> None:
-        steps_of = [[0, 1, 2, *range(9, 14)], [3, 4, 5, 6, 14]]
-        for rank, (found, warned) in enumerate(found_by(ranks, "foreign")):
-            assert len(found) == len(steps_of)
-            for got, indices in zip(found, steps_of, strict=True):
-                reference = make_model()
-                mean_loss(reference, indices).backward()
-                assert relative_error(got, gradient(reference)) < 1e-12
-            said = [text for text in warned if "Another rank's loader has ended" in text]
-            assert len(said) == (rank == 0), "the other one has nothing left"
 
     def test_checkpoints_are_rank_0s_to_write_and_everyones_or_nobodys_to_load(self, ranks: Any) -> None:
         for rank, found in enumerate(found_by(ranks, "checkpoints")):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_jobs import INPUTS, NUM_SAMPLES, TARGETS, kept_labels, kept_loss, loader_of, make_plan, mean_loss
+from ddp_jobs import INPUTS, NUM_SAMPLES, TARGETS, loader_of, make_plan, mean_loss
 from raised import raises
 from ranks import found_by, job_of, run_ranks_once
 from torch import distributed as dist
@@ -23,8 +23,6 @@ from autosplit import ddp
 from autosplit.ddp.batchnorms import BatchNormWarning
 from autosplit.errors import CheckpointError, InputError
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
-from autosplit.parallel.optimizer_steps import OptimizerStep
-from autosplit.parallel.step_listener import StepListener
 from autosplit.torch_versions import fsdp_groups
 
 SIZES = (1, 7)
@@ -127,18 +125,6 @@ def epoch_gradients(sizes: tuple[int, ...], effective: int, **options: Any) -> l
         for step in ctx.steps(loader_of(ctx, shuffle=True, seed=7)):
             for indices in step:
                 step.backward(mean_loss(model, indices))
-            found.append(gradient(model))
-            model.zero_grad()
-    return found
-
-
-def token_gradients() -> list[torch.Tensor]:
-    found = []
-    with ddp.setup(make_plan((0, 8), EFFECTIVE)) as ctx:
-        model = sharded(ctx)
-        for step in ctx.steps(loader_of(ctx, shuffle=True, seed=7), count=kept_labels):
-            for indices in step:
-                step.backward(kept_loss(model, indices))
             found.append(gradient(model))
             model.zero_grad()
     return found
@@ -451,7 +437,6 @@ def failures() -> dict[str, str]:
 TWO: dict[str, Callable[[], Any]] = {
     **{name: lambda job=job: epoch_gradients(*job) for name, job in GRADIENTS.items()},
     "kept together after the forward": lambda: epoch_gradients((1, 7), 20, reshard_after_forward=False),
-    "tokens": token_gradients,
     "without weights": without_weights,
     "trajectory": trajectory,
     "communication": communication,
@@ -517,15 +502,6 @@ class TestGradients:
         for got in found_by(two, "without weights"):
             assert relative_error(got, gradient(expected)) > 0.1
 
-    def test_a_mean_over_tokens_is_weighted_by_them(self, two):
-        order = [index for batch in ScheduledBatchSampler(NUM_SAMPLES, 8, 20, shuffle=True, seed=7) for index in batch]
-        for found in found_by(two, "tokens"):
-            assert len(found) == 3
-            for number, got in enumerate(found):
-                expected = make_model()
-                kept_loss(expected, order[20 * number : 20 * number + 20]).backward()
-                assert relative_error(got, gradient(expected)) < 1e-12
-
     def test_they_meet_in_the_last_micro_batch_of_each_step_only(self, two):
         for found in found_by(two, "communication"):
             assert found == [False, False, True, False, False, True, True]
@@ -552,21 +528,6 @@ class TestGradients:
         mean_loss(model, list(range(8))).backward()
         for got in found_by(two, "meta"):
             assert relative_error(got, gradient(model)) < 1e-12
-
-    def test_a_rank_without_a_share_runs_every_backward(self):
-        """FSDP2 gathers parameters in the backward. Without a backward on this rank, the other ranks would wait
-        forever.
-        """
-        parameter = torch.ones((), requires_grad=True)
-        step = OptimizerStep([1.0, 1.0], [0, 0], num_samples=2, num_ranks=2)
-        always = StepListener()
-        always.draw = lambda _is_last: True
-        step.listeners.append(always)
-        ran = []
-        for value in step:
-            step.backward(parameter * value)
-            ran.append(parameter.grad is not None)
-        assert ran == [True, True]
 
 
 @pytest.mark.slow

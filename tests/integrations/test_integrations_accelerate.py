@@ -22,13 +22,12 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from faults import Faults, runs_out
 from gpus import KIND
-from plans import simulated_plan
 from ranks import found_by, run_ranks, run_ranks_once
 from shared_training import CLIP, COLLATE, COUNT, EVALUATES_BY, HELD_OUT, JOBS, PRELOAD, STEPS, STOPS_AT, TEXTS
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from autosplit.ddp.rendezvous import Place
-from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.errors import InputError, PlanError
 from autosplit.integrations.accelerate import (
     Accelerator,
     CutWarning,
@@ -393,7 +392,7 @@ class TestTwoRanks:
 
     @pytest.mark.parametrize("name", RESUMED)
     def test_a_state_from_the_middle_of_an_epoch_goes_on(self, two, name):
-        check_resumed(found_by(two, name), RESUMED[name])
+        shared.check_resumed(found_by(two, name), RESUMED[name])
 
     def test_evaluation_is_that_of_one_process(self, two):
         for name, (kind, _, effective) in JOBS[2].items():
@@ -442,20 +441,7 @@ def test_three_ranks(tmp_path):
     found = run_ranks(__name__, "THREE", 3, tmp_path, limit_s=280, preload=PRELOAD)
     for name, job in JOBS[3].items():
         shared.check_trained(found_by(found, name), job)
-    check_resumed(found_by(found, "gpt, 5 forwards a step"), JOBS[3]["gpt, 5 forwards a step"])
-
-
-def check_resumed(ranks: list[dict[str, Any]], job: tuple[str, tuple[int, ...], int]) -> None:
-    kind, _, effective = job
-    per_epoch = sum(-(-n // sum(job[1])) for n in shared.step_sizes(effective))
-    for found in ranks:
-        resumed = found["resumed"]
-        assert float((resumed["weights"] - shared.by_hand(kind, effective)["weights"][-1]).abs().max()) < 1e-9
-        assert [*resumed["lrs"]] == [*range(STOPS_AT + 1, STEPS + 1)]
-        assert resumed["scheduler_steps"] == STEPS
-        epoch, number = found["position"]
-        assert 0 < number < per_epoch, "in the middle of an epoch"
-        assert resumed["seen"] == found["seen"][epoch * per_epoch + number :]
+    shared.check_resumed(found_by(found, "gpt, 5 forwards a step"), JOBS[3]["gpt, 5 forwards a step"])
 
 
 def check_evaluated(got: list[float], kind: str, effective: int) -> None:
@@ -836,21 +822,6 @@ class TestRefusals:
         model, optimizer, schedule, _, in_order = prepared("bert", accelerator)
         with raises(InputError, "loader-without-split"):
             error_after(accelerator, (model, optimizer, schedule, in_order, None), 20, 1)
-
-    def test_plans_for_other_jobs(self):
-        with raises(PlanError, "plan-needs-several-processes", "2"):
-            make_accelerator(plan=shared.shares_plan((6, 2), 16))
-        with raises(DeviceError, "plan-simulated"):
-            make_accelerator(plan=simulated_plan())
-
-    def test_an_iterable_data_set(self):
-        class Stream(IterableDataset):
-            def __iter__(self):
-                return iter(TEXTS)
-
-        accelerator = make_accelerator(plan=shared.shares_plan((8,), 16))
-        with raises(InputError, "dataset-without-length", "Stream"):
-            accelerator.shares_of(DataLoader(Stream()))
 
     def test_shares_without_a_plan(self):
         with pytest.warns(NoPlanWarning):

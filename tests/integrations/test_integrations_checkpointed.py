@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,18 +12,15 @@ pytest.importorskip("transformers", reason="needs transformers (the extra `integ
 pytest.importorskip("accelerate", reason="needs accelerate (the extra `integrations`)")
 pytest.importorskip("lightning", reason="needs lightning (the extra `integrations`)")
 
-import lightning.pytorch as pl
 import shared_training as shared
 import torch
-import transformers
 from ranks import found_by, run_ranks
+from tool_runs import Job, Module, by_accelerate, by_lightning, by_transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from autosplit import ddp
-from autosplit.integrations.accelerate import Accelerator
-from autosplit.integrations.lightning import Shares, workload
-from autosplit.integrations.transformers import Trainer
+from autosplit.integrations.lightning import workload
 from autosplit.tuning.tune import tune
 from autosplit.workload.checkpointing import Checkpointing
 
@@ -67,16 +63,7 @@ class Net(nn.Module):
         return {"loss": (self.blocks(inputs) - inputs.flip(1)).square().mean()}
 
 
-class Module(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
-
-    def training_step(self, batch: Any, _: int) -> Tensor:
-        return self.net(**batch)["loss"]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=LR)
+JOB = Job(Net, Rows(), LR)
 
 
 def plan_with(*names: str, sizes: tuple[int, ...] = SHARES) -> Any:
@@ -102,65 +89,16 @@ def by_hand(*names: str, sharded: bool = False) -> Any:
         return found(net)
 
 
-def by_accelerate(*names: str) -> Any:
-    shared.forget_accelerate()
-    accelerator, net = Accelerator(plan=plan_with(*names), cpu=True), Net()
-    loader = accelerator.shares_of(DataLoader(Rows(), shuffle=True), seed=shared.SEED)
-    model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=LR), loader)
-    for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(**batch)["loss"])
-            optimizer.step()
-            optimizer.zero_grad()
-    return found(net)
-
-
-def by_transformers(*names: str) -> Any:
-    shared.forget_accelerate()
-    args = transformers.TrainingArguments(
-        str(shared.folder_of_job("checkpointed")),
-        num_train_epochs=1,
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0,
-        seed=shared.SEED,
-        use_cpu=True,
-        save_strategy="no",
-        report_to=[],
-        remove_unused_columns=False,
-        disable_tqdm=True,
-    )
-    net = Net()
-    Trainer(model=net, train_dataset=Rows(), args=args, plan=plan_with(*names)).train()
-    return found(net)
-
-
-def by_lightning(*names: str) -> Any:
-    os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as torchrun sets it, because Lightning would start processes otherwise
-    names = tuple(f"net.{name}" for name in names)
-    shares, module = Shares(plan_with(*names)), Module()
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        callbacks=[shares],
-        devices=2,
-        strategy="ddp",
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
-    trainer.fit(module, shares.loader(DataLoader(Rows(), shuffle=True), seed=shared.SEED))
-    return found(module.net)
+def by_tool(tool: Any, *names: str) -> Any:
+    return found(tool(JOB, plan_with(*names))[0])
 
 
 RUNS = {
     "ctx.wrap": by_hand,
     "ctx.shard": partial(by_hand, sharded=True),
-    "accelerate": by_accelerate,
-    "transformers": by_transformers,
-    "lightning": by_lightning,
+    "accelerate": partial(by_tool, by_accelerate),
+    "transformers": partial(by_tool, by_transformers),
+    "lightning": lambda *names: by_tool(by_lightning, *(f"net.{name}" for name in names)),
 }
 SCENARIOS = {
     f"{name}{', checkpointed' * bool(layers)}": partial(run, *layers)
@@ -184,7 +122,7 @@ def test_weights_are_those_without_and_the_layer_runs_twice(ranks, name):
 
 def test_layers_are_named_as_the_module_that_is_trained_has_them():
     """The names came from autosplit's wrapper around the LightningModule, not from the trained module."""
-    module = Module()
+    module = Module(JOB)
     own = replace(workload(module, DataLoader(Rows(), batch_size=4)), checkpointing=Checkpointing((Block,), 1))
     plan = tune(own, devices="sim:RTX3090", n_trials=2, max_batch_size=8, profile="off")
     assert plan.checkpointed == ("net.blocks.0", "net.blocks.1")

@@ -19,13 +19,12 @@ import shared_training as shared
 import torch
 from faults import Faults, runs_out
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from plans import simulated_plan
 from ranks import found_by, run_ranks, run_ranks_once
 from shared_training import CLIP, COLLATE, COUNT, EVALUATES_BY, HELD_OUT, JOBS, PRELOAD, STEPS, STOPS_AT, TEXTS
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from autosplit import tune
-from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.errors import InputError, PlanError
 from autosplit.integrations.lightning import CutMixin, CutWarning, NoPlanWarning, Shares, UnevenLossWarning, workload
 from autosplit.plan.other_model import OtherModelWarning
 
@@ -98,7 +97,6 @@ def trained(
     *,
     resumes: bool = False,
     workers: int = 0,
-    weighted: bool = True,
     plan_of: Any = shared.shares_plan,
     **place: str,
 ) -> dict[str, Any]:
@@ -110,11 +108,9 @@ def trained(
 
     def fitted(*callbacks: pl.Callback, ckpt_path: Any = None, workers: int = 0) -> dict[str, Any]:
         shares, watch, module = Shares(plan, count=COUNT[kind]), Watch(), Module(kind)
-        ours = [shares] if weighted else []
-        weighing = {} if weighted else {"accumulate_grad_batches": plan.accumulation_steps}
         between = {"val_check_interval": 7, "check_val_every_n_epoch": None}
-        options = {"devices": len(sizes), "strategy": "ddp", **between, **weighing, **place}
-        trainer = make_trainer(*ours, watch, *callbacks, **options)
+        options = {"devices": len(sizes), "strategy": "ddp", **between, **place}
+        trainer = make_trainer(shares, watch, *callbacks, **options)
         trainer.fit(module, shares.data(Data(kind, workers), seed=shared.SEED), ckpt_path=ckpt_path)
         steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch
         found = {name: getattr(watch, name) for name in ("seen", "lrs", "evaluated")}
@@ -208,7 +204,6 @@ CUT = {"bert": ((7, 1), 20), "gpt": ((6, 2), 16)}
 TWO = {
     **{name: partial(trained, *job, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, resumes=True, workers=1),
-    "unweighted": partial(trained, "gpt", (6, 2), 16, weighted=False),
     **{f"cut, {kind}": partial(cut, (kind, *job), Faults(above=4)) for kind, job in CUT.items()},
     "cut where it is large": partial(cut, ("bert", (7, 1), 20), Faults(above=3, place="forward")),
     "unlike plans": unlike_plans,
@@ -235,7 +230,7 @@ class TestTwoRanks:
 
     @pytest.mark.parametrize("name", RESUMED)
     def test_a_checkpoint_of_the_middle_of_an_epoch_goes_on(self, two, name):
-        check_resumed(found_by(two, name), RESUMED[name])
+        shared.check_resumed(found_by(two, name), RESUMED[name])
 
     @pytest.mark.parametrize("name", ["cut, bert", "cut, gpt", "cut where it is large"])
     def test_what_runs_out_of_memory_in_one_runs_in_parts(self, two, name):
@@ -252,11 +247,6 @@ class TestTwoRanks:
         for name, (kind, _, effective) in JOBS[2].items():
             for found in found_by(two, name):
                 check_evaluated(found["evaluated"], kind, effective)
-
-    def test_without_weights_it_is_something_else(self, two):
-        expected = shared.by_hand("gpt", 16)["weights"][-1]
-        for found in found_by(two, "unweighted"):
-            assert float((found["weights"] - expected).abs().max()) > 1e-4
 
     @pytest.mark.parametrize("name", ["unlike plans", "another loader", "alone", "batchnorms"])
     def test_what_would_train_something_else_is_refused(self, two, name):
@@ -285,17 +275,7 @@ def test_three_ranks(tmp_path):
     found = run_ranks(__name__, "THREE", 3, tmp_path, limit_s=280, preload=PRELOAD)
     for name, job in JOBS[3].items():
         shared.check_trained(found_by(found, name), job)
-    check_resumed(found_by(found, "gpt, 5 forwards a step"), JOBS[3]["gpt, 5 forwards a step"])
-
-
-def check_resumed(ranks: list[dict[str, Any]], job: tuple[str, tuple[int, ...], int]) -> None:
-    kind, _, effective = job
-    for found in ranks:
-        resumed = found["resumed"]
-        assert float((resumed["weights"] - shared.by_hand(kind, effective)["weights"][-1]).abs().max()) < 1e-9
-        assert resumed["scheduler_steps"] == STEPS
-        assert 0 < len(resumed["seen"]) < len(found["seen"])
-        assert resumed["seen"] == found["seen"][-len(resumed["seen"]) :]
+    shared.check_resumed(found_by(found, "gpt, 5 forwards a step"), JOBS[3]["gpt, 5 forwards a step"])
 
 
 def check_evaluated(got: list[tuple[int, float]], kind: str, effective: int) -> None:
@@ -552,21 +532,9 @@ class TestRefusals:
         with raises(InputError, "loader-type", "dict"):
             run(THREE_FORWARDS, data=Two("bert"))
 
-    def test_plans_for_other_jobs(self):
-        with raises(PlanError, "plan-needs-several-processes", "2"):
-            Shares(shared.shares_plan((6, 2), 16))
-        with raises(DeviceError, "plan-simulated"):
-            Shares(simulated_plan())
+    def test_a_plan_for_several_devices_of_one_process(self):
         with raises(PlanError, "lightning-several-devices", "2"):
             Shares(shared.shares_plan((6, 2), 16, in_one=True))
-
-    def test_an_iterable_data_set(self):
-        class Stream(IterableDataset):
-            def __iter__(self):
-                return iter(TEXTS)
-
-        with raises(InputError, "dataset-without-length", "Stream"):
-            Shares(shared.shares_plan((8,), 16)).loader(DataLoader(Stream()))
 
     def test_a_loader_of_lightnings_own(self):
         shares = Shares(shared.shares_plan((8,), 16))

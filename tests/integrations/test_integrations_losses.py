@@ -17,21 +17,15 @@ pytest.importorskip("accelerate", reason="needs accelerate (the extra `integrati
 pytest.importorskip("lightning", reason="needs lightning (the extra `integrations`)")
 pytest.importorskip("transformers", reason="needs transformers (the extra `integrations`)")
 
-import lightning.pytorch as pl
 import shared_training as shared
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from ranks import found_by, run_ranks_once
+from tool_runs import Job, by_accelerate, by_lightning, by_transformers, own_loss
 from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
-from transformers import TrainingArguments
 
 from autosplit.errors import InputError
-from autosplit.integrations.accelerate import Accelerator
-from autosplit.integrations.lightning import Shares
-from autosplit.integrations.transformers import Trainer
 from autosplit.parallel.loss_graph import UnevenLossWarning
 
 EXACT = 1e-12
@@ -180,83 +174,25 @@ def in_one_process(name: str) -> torch.Tensor:
     return shared.weights_of(model)
 
 
-def plan() -> Any:
-    return shared.shares_plan(SIZES, EFFECTIVE)
+def outside(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """The loop computes the loss, so the model cannot run again."""
+    return F.cross_entropy(model(batch["x"])["logits"], batch["labels"], weight=CLASS_WEIGHTS)
 
 
-def by_trainer(name: str, **options: Any) -> torch.Tensor:
+def trained(tool: Callable[..., Any], name: str, *, loss: Any = own_loss, **options: Any) -> torch.Tensor:
     make, collate = MODELS[name]
-    args = TrainingArguments(
-        "unused",
-        num_train_epochs=1,
-        learning_rate=LR,
-        optim="sgd",
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        use_cpu=True,
-        remove_unused_columns=False,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        train_sampling_strategy="sequential",
-    )
-    model = make()
-    Trainer(model, args, train_dataset=SAMPLES, data_collator=collate, plan=plan(), **options).train()
-    return shared.weights_of(model)
+    job = Job(make, SAMPLES, LR, collate=collate, shuffle=False, loss=loss)
+    return shared.weights_of(tool(job, shared.shares_plan(SIZES, EFFECTIVE), **options)[0])
 
 
-def by_accelerate(name: str, *, outside: bool = False, **options: Any) -> torch.Tensor:
-    """Train an epoch. With `outside`, the loop computes the loss, so the model cannot run again."""
-    make, collate = MODELS[name]
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    accelerator = Accelerator(cpu=True, plan=plan(), **options)
-    loader = accelerator.shares_of(DataLoader(SAMPLES, batch_size=7, collate_fn=collate))
-    plain = make()
-    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=LR))
-    for batch in loader:
-        with accelerator.accumulate(model):
-            if outside:
-                loss = F.cross_entropy(model(batch["x"])["logits"], batch["labels"], weight=CLASS_WEIGHTS)
-            else:
-                loss = model(**batch)["loss"]
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    return shared.weights_of(plain)
-
-
-class Module(pl.LightningModule):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        del batch_idx
-        return self.net(**batch)["loss"]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=LR)
-
-
-def by_lightning(name: str, **options: Any) -> torch.Tensor:
-    make, collate = MODELS[name]
-    module = Module(make())
-    shares = Shares(plan(), **options)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(max_epochs=1, devices=2, accelerator="cpu", callbacks=[shares], **quiet)
-    trainer.fit(module, shares.loader(DataLoader(SAMPLES, batch_size=7, collate_fn=collate)))
-    return shared.weights_of(module.net)
-
-
-EXACT_RUNS: dict[str, tuple[Callable[..., torch.Tensor], str, dict[str, Any]]] = {
-    "trainer, class weights": (by_trainer, "class weights", {}),
-    "trainer, sample weights": (by_trainer, "sample weights", {"count": sample_weights}),
-    "trainer, lists of labels": (by_trainer, "images", {}),
-    "trainer, boxes of all ranks": (by_trainer, "boxes", {"loss_scope": "ranks", "count": boxes}),
-    "trainer, vision": (by_trainer, "vision", {}),
+EXACT_RUNS: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
+    "trainer, class weights": (by_transformers, "class weights", {}),
+    "trainer, sample weights": (by_transformers, "sample weights", {"count": sample_weights}),
+    "trainer, lists of labels": (by_transformers, "images", {}),
+    "trainer, boxes of all ranks": (by_transformers, "boxes", {"loss_scope": "ranks", "count": boxes}),
+    "trainer, vision": (by_transformers, "vision", {}),
     "accelerate, class weights": (by_accelerate, "class weights", {"count": class_weights}),
-    "accelerate, class weights outside": (by_accelerate, "class weights", {"count": class_weights, "outside": True}),
+    "accelerate, class weights outside": (by_accelerate, "class weights", {"count": class_weights, "loss": outside}),
     "accelerate, sample weights": (by_accelerate, "sample weights", {"count": sample_weights}),
     "accelerate, lists of labels": (by_accelerate, "images", {}),
     "accelerate, boxes of all ranks": (by_accelerate, "boxes", {"loss_scope": "ranks", "count": boxes}),
@@ -268,43 +204,43 @@ EXACT_RUNS: dict[str, tuple[Callable[..., torch.Tensor], str, dict[str, Any]]] =
     "lightning, vision": (by_lightning, "vision", {}),
 }
 
-REFUSED_RUNS: dict[str, tuple[Callable[..., torch.Tensor], str, dict[str, Any], str]] = {
+REFUSED_RUNS: dict[str, tuple[Callable[..., Any], str, dict[str, Any], str]] = {
     "accelerate, class weights": (by_accelerate, "class weights", {}, "float(class_weights[labels].sum())"),
-    "accelerate, outside": (by_accelerate, "class weights", {"outside": True}, "a cross entropy with class weights"),
+    "accelerate, outside": (by_accelerate, "class weights", {"loss": outside}, "a cross entropy with class weights"),
     "accelerate, vision": (by_accelerate, "vision", {}, 'int((batch["labels"][:, 1:] != -100).sum())'),
     "accelerate, boxes": (by_accelerate, "boxes", {"count": boxes}, "Pass loss_scope='ranks' to the Accelerator"),
-    "trainer, boxes": (by_trainer, "boxes", {"count": boxes}, "Pass loss_scope='ranks' to the Trainer"),
-    "trainer, uncounted": (by_trainer, "boxes", {"loss_scope": "ranks"}, "a step has 2 micro-batches"),
+    "trainer, boxes": (by_transformers, "boxes", {"count": boxes}, "Pass loss_scope='ranks' to the Trainer"),
+    "trainer, uncounted": (by_transformers, "boxes", {"loss_scope": "ranks"}, "a step has 2 micro-batches"),
     "lightning, boxes": (by_lightning, "boxes", {"count": boxes}, "Pass loss_scope='ranks' to Shares"),
 }
 
 WARNED_RUNS = {
-    "trainer": (by_trainer, "Pass count= to the Trainer"),
+    "trainer": (by_transformers, "Pass count= to the Trainer"),
     "accelerate": (by_accelerate, "Pass count= to the Accelerator"),
     "lightning": (by_lightning, "Pass count= to Shares"),
 }
 """Runs with sample weights and without a count. No graph shows these weights."""
 
 
-def refused(run: Callable[..., torch.Tensor], name: str, options: dict[str, Any]) -> str:
+def refused(tool: Callable[..., Any], name: str, options: dict[str, Any]) -> str:
     try:
-        run(name, **options)
+        trained(tool, name, **options)
     except InputError as refusal:
         return str(refusal)
     return "not refused"
 
 
-def warned(run: Callable[..., torch.Tensor]) -> list[str]:
+def warned(tool: Callable[..., Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run("sample weights")
+        trained(tool, "sample weights")
     return [str(one.message) for one in caught if issubclass(one.category, UnevenLossWarning)]
 
 
 SCENARIOS: dict[str, Callable[[], Any]] = {
-    **{name: partial(run, model, **options) for name, (run, model, options) in EXACT_RUNS.items()},
-    **{f"refused: {n}": partial(refused, run, name, options) for n, (run, name, options, _) in REFUSED_RUNS.items()},
-    **{f"warned: {name}": partial(warned, run) for name, (run, _) in WARNED_RUNS.items()},
+    **{name: partial(trained, tool, model, **options) for name, (tool, model, options) in EXACT_RUNS.items()},
+    **{f"refused: {n}": partial(refused, tool, *args) for n, (tool, *args, _) in REFUSED_RUNS.items()},
+    **{f"warned: {name}": partial(warned, tool) for name, (tool, _) in WARNED_RUNS.items()},
 }
 
 

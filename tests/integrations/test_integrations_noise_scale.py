@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
@@ -12,20 +11,17 @@ pytest.importorskip("transformers", reason="needs transformers (the extra `integ
 pytest.importorskip("accelerate", reason="needs accelerate (the extra `integrations`)")
 pytest.importorskip("lightning", reason="needs lightning (the extra `integrations`)")
 
-import lightning.pytorch as pl
 import shared_training as shared
 import torch
-import transformers
 from ranks import found_by, run_ranks
+from tool_runs import Job, by_accelerate, by_lightning, by_transformers
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from autosplit import ddp
 from autosplit.errors import InputError
 from autosplit.extras.noise_scale import NoiseScale
-from autosplit.integrations.accelerate import Accelerator
-from autosplit.integrations.lightning import Shares
-from autosplit.integrations.transformers import Trainer
+from autosplit.plan.plan import Plan
 
 pytestmark = [
     pytest.mark.slow,
@@ -59,16 +55,7 @@ class Regression(nn.Module):
         return {"loss": nn.functional.mse_loss(self.linear(inputs)[:, 0], targets)}
 
 
-class Module(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Regression()
-
-    def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        return self.net(**batch)["loss"]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
+JOB = Job(Regression, Rows(), lr=0.0, clip=CLIP)
 
 
 def found(noise_scale: Any) -> tuple[float, int]:
@@ -86,66 +73,12 @@ def by_hand(plan: Any) -> tuple[float, int]:
         return found(step.noise_scale)
 
 
-def by_accelerate(plan: Any, **options: Any) -> tuple[float, int]:
-    shared.forget_accelerate()
-    accelerator = Accelerator(plan=plan, cpu=True, noise_scale=NoiseScale(), **options)
-    net = Regression()
-    loader = accelerator.shares_of(DataLoader(Rows(), shuffle=True), seed=shared.SEED)
-    model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0), loader)
-    for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(**batch)["loss"])
-            accelerator.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            optimizer.zero_grad()
-    return found(accelerator.noise_scale)
+def estimated(tool: Any, plan: Any, job: Job = JOB, **options: Any) -> tuple[float, int]:
+    return found(tool(job, plan, noise_scale=NoiseScale(), **options)[1].noise_scale)
 
 
-def make_trainer(plan: Any, **options: Any) -> Trainer:
-    shared.forget_accelerate()
-    args = transformers.TrainingArguments(
-        str(shared.folder_of_job("noise")),
-        num_train_epochs=1,
-        learning_rate=0.0,
-        optim="sgd",
-        max_grad_norm=CLIP,
-        seed=shared.SEED,
-        use_cpu=True,
-        save_strategy="no",
-        report_to=[],
-        remove_unused_columns=False,
-        disable_tqdm=True,
-    )
-    return Trainer(
-        **{"model": Regression(), "train_dataset": Rows(), **options}, args=args, plan=plan, noise_scale=NoiseScale()
-    )
-
-
-def by_transformers(plan: Any, **options: Any) -> tuple[float, int]:
-    trainer = make_trainer(plan, **options)
-    trainer.train()
-    return found(trainer.noise_scale)
-
-
-def by_lightning(plan: Any) -> tuple[float, int]:
-    os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as torchrun sets it, because Lightning would start processes otherwise
-    shares = Shares(plan, noise_scale=NoiseScale())
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        callbacks=[shares],
-        devices=2,
-        strategy="ddp",
-        gradient_clip_val=CLIP,
-        **quiet,
-    )
-    trainer.fit(Module(), shares.loader(DataLoader(Rows(), shuffle=True), seed=shared.SEED))
-    return found(shares.noise_scale)
-
-
-WAYS = {"ctx.steps": by_hand, "accelerate": by_accelerate, "transformers": by_transformers, "lightning": by_lightning}
+TOOLS = {"accelerate": by_accelerate, "transformers": by_transformers, "lightning": by_lightning}
+WAYS = {"ctx.steps": by_hand, **{name: partial(estimated, tool) for name, tool in TOOLS.items()}}
 SCENARIOS = {
     f"{way}, {name}": partial(run, shared.shares_plan(sizes, 32))
     for name, sizes in SHARES.items()
@@ -174,18 +107,19 @@ def test_it_is_what_a_loop_of_ones_own_finds(ranks, name):
         assert one == (pytest.approx(value, rel=1e-4), number)
 
 
-@pytest.mark.parametrize("way", [by_accelerate, by_transformers])
-def test_a_sum_is_refused(way):
-    plan = shared.shares_plan((16,), 32)
+@pytest.mark.parametrize("tool", [by_accelerate, by_transformers])
+def test_a_sum_is_refused(tool):
+    written = shared.shares_plan((16,), 32).to_json()
+    plan = Plan.from_json(written.replace('"loss_reduction": "mean"', '"loss_reduction": "sum"'))
     with pytest.raises(InputError, match=r"noise_scale is given, but the loss is a sum. .* leave noise_scale out"):
-        way(type(plan).from_json(plan.to_json().replace('"loss_reduction": "mean"', '"loss_reduction": "sum"')))
+        estimated(tool, plan)
 
 
 @pytest.mark.parametrize("in_one", [False, True])
 def test_one_process_without_a_group(in_one):
     plan = shared.shares_plan((11, 5), 32, in_one=True) if in_one else shared.shares_plan((16,), 32)
-    value, number = by_accelerate(plan)
-    assert by_transformers(plan) == (pytest.approx(value, rel=1e-4), number)
+    value, number = estimated(by_accelerate, plan)
+    assert estimated(by_transformers, plan) == (pytest.approx(value, rel=1e-4), number)
     assert number == STEPS // 2
 
 
@@ -202,8 +136,6 @@ def test_a_model_that_divides_by_the_steps_tokens_itself():
         for batch in step:
             step.backward(shared.loss_on(model, batch))
         model.zero_grad()
-    trainer = make_trainer(
-        plan, model=shared.make_model("gpt"), train_dataset=shared.TEXTS, data_collator=shared.COLLATE["gpt"]
-    )
-    trainer.train()
-    assert found(trainer.noise_scale) == (pytest.approx(step.noise_scale.value, rel=1e-4), len(step.noise_scale))
+    job = Job(partial(shared.make_model, "gpt"), shared.TEXTS, lr=0.0, clip=CLIP, collate=shared.COLLATE["gpt"])
+    expected = (pytest.approx(step.noise_scale.value, rel=1e-4), len(step.noise_scale))
+    assert estimated(by_transformers, plan, job) == expected

@@ -19,11 +19,9 @@ import torch
 import transformers
 from faults import Faults, runs_out
 from gpus import KIND
-from plans import simulated_plan
 from ranks import found_by, run_ranks, run_ranks_once
 from shared_training import CLIP, COLLATE, EVALUATES_BY, HELD_OUT, JOBS, LR, PRELOAD, STEPS, STOPS_AT, TEXTS, WARMUP
 from torch import nn
-from torch.utils.data import IterableDataset
 
 import autosplit
 from autosplit.errors import DeviceError, InputError, PlanError
@@ -84,14 +82,6 @@ class Mixed(SharesMixin, Watched):
         return super().training_step(model, inputs, *args)
 
 
-class Unweighted(Mixed):
-    """The same samples on each rank, and transformers' own training."""
-
-    def training_step(self, model, inputs, *args):
-        self._weights[0] = 1 / len(self._weights)
-        return super().training_step(model, inputs, *args)
-
-
 def make_trainer(kind: str, plan: Any, args: Any, *, cls: Any = Mixed, **options: Any) -> Any:
     model = shared.make_model(kind)
     return cls(model, args, data_collator=COLLATE[kind], train_dataset=TEXTS, plan=plan, **options)
@@ -141,8 +131,9 @@ def trained(
         args = make_args(shared.folder_of_job(name), **place, dataloader_num_workers=workers)
         again = make_trainer(kind, plan, args, cls=cls, compute_loss_func=loss)
         again.train(resume_from_checkpoint=str(shared.folder_of_job(name) / f"checkpoint-{STOPS_AT}"))
-        found["resumed"] = shared.weights_of(again.model)
-        found["seen_then"] = list(zip(again.seen, again.counted, strict=True))
+        seen = list(zip(again.seen, again.counted, strict=True))
+        weights, steps = shared.weights_of(again.model), again.lr_scheduler.last_epoch
+        found["resumed"] = {"weights": weights, "scheduler_steps": steps, "seen": seen}
     return found
 
 
@@ -197,7 +188,6 @@ TWO = {
     **{name: partial(trained, *job, name=name, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, name="workers", resumes=True, workers=1),
     "own loss": partial(trained, "bert", (7, 1), 20, name="own", loss=loss_by_items),
-    "unweighted": partial(trained, "gpt", (6, 2), 16, name="unweighted", cls=Unweighted),
     "unlike plans": unlike_plans,
     "batchnorms": with_batchnorms,
     "cut with a static graph": cut_with_a_static_graph,
@@ -222,7 +212,7 @@ class TestTwoRanks:
 
     @pytest.mark.parametrize("name", RESUMED)
     def test_a_checkpoint_of_the_middle_of_an_epoch_goes_on(self, two, name):
-        check_resumed(found_by(two, name), RESUMED[name])
+        shared.check_resumed(found_by(two, name), RESUMED[name], BOUNDS[RESUMED[name][0]])
 
     def test_a_loss_of_ones_own_gets_the_items_of_the_whole_step(self, two):
         shared.check_trained(found_by(two, "own loss"), ("bert", (7, 1), 20))
@@ -253,11 +243,6 @@ class TestTwoRanks:
         for step, loss in found_by(two, name)[0]["losses"].items():
             assert loss == pytest.approx(sum(expected["losses"][step - 10 : step]) / 10, rel=1e-5)
 
-    def test_without_weights_it_is_something_else(self, two):
-        expected = shared.by_hand("gpt", 16)["weights"][-1]
-        for found in found_by(two, "unweighted"):
-            assert float((found["weights"] - expected).abs().max()) > 1e-4
-
     @pytest.mark.parametrize("name", ["unlike plans", "batchnorms", "cut with a static graph"])
     def test_what_would_train_something_else_is_refused(self, two, name):
         found_by(two, name)
@@ -269,16 +254,7 @@ def test_three_ranks(tmp_path):
     found = run_ranks(__name__, "THREE", 3, tmp_path, limit_s=280, preload=PRELOAD)
     for name, job in JOBS[3].items():
         shared.check_trained(found_by(found, name), job, BOUNDS[job[0]])
-    check_resumed(found_by(found, "gpt, 5 forwards a step"), JOBS[3]["gpt, 5 forwards a step"])
-
-
-def check_resumed(ranks: list[dict[str, Any]], job: tuple[str, tuple[int, ...], int]) -> None:
-    kind, _, effective = job
-    expected = shared.by_hand(kind, effective)["weights"][-1]
-    for found in ranks:
-        assert float((found["resumed"] - expected).abs().max()) < BOUNDS[kind]
-        assert 0 < len(found["seen_then"]) < len(found["seen"])
-        assert found["seen_then"] == found["seen"][-len(found["seen_then"]) :]
+    shared.check_resumed(found_by(found, "gpt, 5 forwards a step"), JOBS[3]["gpt, 5 forwards a step"], BOUNDS["gpt"])
 
 
 @pytest.fixture(autouse=True)
@@ -443,22 +419,6 @@ class TestRefusals:
         trainer = make_trainer("bert", shared.shares_plan((8,), 16), make_args(tmp_path), cls=Weighted)
         with raises(InputError, "loader-sampler", "WeightedRandomSampler"):
             trainer.train()
-
-    def test_an_iterable_data_set(self, tmp_path):
-        class Stream(IterableDataset):
-            def __iter__(self):
-                return iter(TEXTS)
-
-        trainer = make_trainer("bert", shared.shares_plan((8,), 16), make_args(tmp_path))
-        trainer.train_dataset = Stream()
-        with raises(InputError, "dataset-without-length", "Stream"):
-            trainer.train()
-
-    def test_plans_for_other_jobs(self, tmp_path):
-        with raises(PlanError, "plan-needs-several-processes", "2"):
-            make_trainer("bert", shared.shares_plan((6, 2), 16), make_args(tmp_path))
-        with raises(DeviceError, "plan-simulated"):
-            make_trainer("bert", simulated_plan(), make_args(tmp_path))
 
     @pytest.mark.parametrize(
         ("option", "value"), [("auto_find_batch_size", True), ("train_sampling_strategy", "batch_rebalance")]

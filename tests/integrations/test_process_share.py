@@ -25,7 +25,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
@@ -243,30 +242,12 @@ class TestLoader:
         assert sorted(seen) == [*range(50)]
         assert unmarked == 5, "rank 1 has none of 4 + 4 + 2 + 2 samples, and 1 of 2 in the last step"
 
-    def test_what_the_loader_was_it_stays(self):
-        def init(worker: int) -> None:
-            """Nothing."""
-
-        loader = DataLoader(Rows(), num_workers=2, prefetch_factor=3, timeout=50, worker_init_fn=init)
-        options = loader_options(loader, made_share(0, (8,), 16), shuffle=False, seed=0, drop_last=True, marks=True)
-        wanted = {"num_workers": 2, "prefetch_factor": 3, "timeout": 50, "worker_init_fn": init}
-        assert {name: options[name] for name in wanted} == wanted
-        assert len(options["batch_sampler"]) == 6, "50 samples are 3 whole steps"
-        assert options["dataset"].name == "rows"
-
     def test_the_data_set_travels_to_workers(self):
         copy = pickle.loads(pickle.dumps(MarkingDataset([1, 2])))
         assert (len(copy), copy[1], copy.__getitems__([0, 1])) == (2, 2, [1, 2])
         with pytest.raises(AttributeError, match="nothing"):
             _ = copy.nothing
-
-    def test_samples_without_indices_are_refused(self):
-        class Stream(IterableDataset[Any]):
-            def __iter__(self):
-                return iter(())
-
-        with raises(InputError, "dataset-without-length", "Stream"):
-            made_loader(made_share(0, (7, 1), 12), Stream())
+        assert MarkingDataset(Rows()).name == "rows"
 
     def test_a_batch_that_can_not_be_marked_is_refused(self):
         loader = made_loader(made_share(1, (7, 1), 12), collate_fn=lambda samples: [sample["x"] for sample in samples])
@@ -614,13 +595,6 @@ class TestOrder:
         loader = DataLoader(Rows(), batch_sampler=buckets)
         sampler = loader_options(loader, made_share(0, (8,), 16), seed=0)["batch_sampler"]
         assert [one for batch in sampler for one in batch] == [one for bucket in buckets for one in bucket]
-
-    def test_what_gives_no_samples_is_refused(self):
-        share = made_share(0, (8,), 16)
-        with raises(InputError, "loader-without-batch-size"):
-            loader_options(DataLoader(Rows(), batch_size=None), share, seed=0)
-        with raises(InputError, "loader-type", "dict"):
-            loader_options({"a": DataLoader(Rows())}, share, seed=0)
 
 
 class TestWeighed:

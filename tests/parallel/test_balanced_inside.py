@@ -205,8 +205,9 @@ class TestReplicas:
     @pytest.mark.parametrize("grad", [True, False])
     def test_are_differentiable_as_the_grad_mode_says(self, grad, run):
         with torch.set_grad_enabled(grad):
-            seen, _ = witnessed(lambda module, x: (torch.is_grad_enabled(), module.body(x).requires_grad), run)
+            seen, outputs = witnessed(lambda module, x: (torch.is_grad_enabled(), module.body(x).requires_grad), run)
         assert seen == [(grad, grad)] * 3
+        assert outputs.requires_grad is grad
 
     def test_have_lists_and_dicts_of_parameters(self, run):
         """A replica's containers were once empty. Their contents must be available through every access."""

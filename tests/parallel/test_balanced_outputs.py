@@ -222,7 +222,7 @@ class TestContainers:
 # Losses
 
 TOKENS = 12
-LOSS_SPLITS = [(4, 6, 6), (1, 2, 13)]
+LOSS_SPLITS = [(4, 6, 6), (1, 2, 13), (0, 8, 8)]
 IGNORED = -100
 
 

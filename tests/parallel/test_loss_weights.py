@@ -214,16 +214,6 @@ TEXT = {
     "pad_token_id": 0,
 }
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-T5 = {
-    "vocab_size": VOCABULARY,
-    "d_model": 16,
-    "d_kv": 8,
-    "d_ff": 32,
-    "num_layers": 1,
-    "num_heads": 2,
-    "dropout_rate": 0.0,
-    "decoder_start_token_id": 0,
-}
 BART = {
     "vocab_size": VOCABULARY,
     "d_model": 16,
@@ -272,25 +262,7 @@ HEADS = {
     "gpt2": ("GPT2LMHeadModel", GPT2, lambda: {"labels": padded()}),
     "llama": ("LlamaForCausalLM", TEXT, lambda: {"labels": padded()}),
     "masked": ("BertForMaskedLM", TEXT | NO_DROPOUT, lambda: {"labels": padded()}),
-    "masked, kept criterion": (
-        "DistilBertForMaskedLM",
-        {
-            "vocab_size": VOCABULARY,
-            "dim": 16,
-            "hidden_dim": 32,
-            "n_layers": 1,
-            "n_heads": 2,
-            "dropout": 0.0,
-            "attention_dropout": 0.0,
-        },
-        lambda: {"labels": padded()},
-    ),
     "tokens": ("BertForTokenClassification", TEXT | NO_DROPOUT | {"num_labels": 3}, lambda: {"labels": padded()}),
-    "tokens, generic": (
-        "LlamaForTokenClassification",
-        TEXT | {"num_labels": 3, "classifier_dropout": 0.0},
-        lambda: {"labels": padded()},
-    ),
     "one class": (
         "BertForSequenceClassification",
         TEXT | NO_DROPOUT | {"num_labels": 3},
@@ -312,8 +284,6 @@ HEADS = {
         lambda: {"labels": torch.randn(16, 1).double()},
     ),
     "question answering": ("BertForQuestionAnswering", TEXT | NO_DROPOUT, spans),
-    "question answering, generic": ("LlamaForQuestionAnswering", TEXT, spans),
-    "t5": ("T5ForConditionalGeneration", T5, lambda: {"labels": padded()}),
     "bart": ("BartForConditionalGeneration", BART, lambda: {"labels": padded()}),
     "bart's decoder": ("BartForCausalLM", BART, lambda: {"labels": padded()}),
     "image": ("ViTForImageClassification", VIT, lambda: {"labels": torch.randint(0, 3, (16,))}),
@@ -330,7 +300,7 @@ def model_and_call(transformers, name, dtype=torch.float64):
 
 
 NEXT = {"gpt2", "llama"}
-BY_SAMPLES = {"many classes", "regression", "question answering", "question answering, generic"}
+BY_SAMPLES = {"many classes", "regression", "question answering"}
 
 
 @pytest.mark.parametrize("name", HEADS)

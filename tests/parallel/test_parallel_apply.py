@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from autosplit.oom import OutOfMemoryError
 from autosplit.parallel import parallel_apply as running
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.parallel_apply import run_in_turn, run_on_gpus
-from autosplit.parallel.replicate import carried
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.workload.tree import Whole
 
@@ -60,61 +58,6 @@ class TestOutOfMemory:
         with pytest.raises(OutOfMemoryError, match="cuBLAS could not allocate") as caught:
             run_on_gpus(nn.Identity(), CARDS, [0], [((torch.zeros(2),), {})], None, [2])
         assert caught.value.device is None
-
-
-class TestCarried:
-    """State that torch does not copy to a replica's thread."""
-
-    @staticmethod
-    def seen_in_a_thread(device="cpu"):
-        def look(*_args, **_kwargs):
-            made = torch.ones(2, 2)
-            return {
-                "inference": torch.is_inference_mode_enabled(),
-                "device": made.device.type,
-                "dtype": (torch.ones(2, 2, device="cpu") @ torch.ones(2, 2, device="cpu")).dtype,
-                "grad": torch.is_grad_enabled(),
-            }
-
-        run = carried(look, torch.device(device))
-        found = {}
-        thread = threading.Thread(target=lambda: found.update(run()))
-        thread.start()
-        thread.join()
-        return found
-
-    def test_nothing_is_the_default(self):
-        assert self.seen_in_a_thread() == {"inference": False, "device": "cpu", "dtype": torch.float32, "grad": True}
-
-    def test_autocasts_dtype(self):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert self.seen_in_a_thread()["dtype"] == torch.bfloat16
-
-    def test_inference_mode(self):
-        with torch.inference_mode():
-            found = self.seen_in_a_thread()
-        assert found["inference"]
-        assert not found["grad"]
-
-    def test_the_default_device(self):
-        with torch.device("meta"):
-            assert self.seen_in_a_thread()["device"] == "meta"
-
-    def test_a_default_device_of_its_kind_becomes_the_replicas(self, monkeypatch):
-        """`with torch.device("cuda:0")` would create the other replicas' tensors on the first GPU."""
-        monkeypatch.setattr("autosplit.parallel.replicate.default_device", lambda: torch.device("cuda", 0))
-        entered = []
-        monkeypatch.setattr(
-            "autosplit.parallel.replicate.ExitStack.enter_context", lambda _, context: entered.append(context)
-        )
-        carried(lambda: None, torch.device("cuda", 1))()
-        assert entered == [torch.device("cuda", 1)]
-
-    def test_gradients_stay_off_where_they_were(self):
-        """Leaving inference mode with `inference_mode(False)` would have turned gradients on."""
-        run = carried(torch.is_grad_enabled, torch.device("cpu"))
-        with torch.no_grad():
-            assert not run()
 
 
 class Counting(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 import pickle
 import random
 import weakref
@@ -12,11 +11,14 @@ from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 
+import balanced_models
 import pytest
 import torch
+from balanced_models import gradients, wrap
+from balanced_models import loss_of as mean_loss
 from gpus import CARDS, KIND, card
 from raised import raises
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -51,8 +53,10 @@ def tracked(num_devices=3, capacities=None, observer=None):
     return Tracker(names, capacities or [None] * num_devices, observer=observer)
 
 
-def wrap(module: nn.Module, *split: int, **kwargs) -> BalancedDataParallel:
-    return BalancedDataParallel(None, module, ["cpu"] * len(split), split=split, **kwargs)
+def assert_same_gradients(module, reference):
+    balanced_models.assert_same_gradients(module, reference, 1e-10)
+    for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+        assert ours.grad is None or ours.grad.layout == theirs.grad.layout
 
 
 def mlp():
@@ -82,25 +86,6 @@ class Mixed(nn.Module):
         return self.head(hidden) + self.counts.sum()
 
 
-def mean_loss(outputs: Tensor) -> Tensor:
-    return (outputs.flatten(1) ** 2 + torch.sin(outputs.flatten(1))).sum(1).mean()
-
-
-def gradients(module: nn.Module) -> dict[str, Tensor]:
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
-
-
-def assert_same_gradients(module, reference, tolerance=1e-10):
-    ours, theirs = gradients(module), gradients(reference)
-    assert ours.keys() == theirs.keys()
-    assert all(ours[name].layout == theirs[name].layout for name in theirs)
-    difference = math.fsum(float((ours[n].to_dense() - theirs[n].to_dense()).pow(2).sum()) for n in theirs)
-    size = math.fsum(float(theirs[n].to_dense().pow(2).sum()) for n in theirs)
-    assert size > 0
-    assert math.sqrt(difference / size) < tolerance
-
-
 def accumulate(model, batches, loss=mean_loss):
     """Run one optimizer step's micro-batches, all but the last within no_sync."""
     total = sum(len(batch) for batch in batches)
@@ -111,6 +96,21 @@ def accumulate(model, batches, loss=mean_loss):
 
 def batches_of(*sizes, width=5):
     return [torch.randn(size, width, dtype=torch.float64) for size in sizes]
+
+
+def assert_as_plain(train, split=(4, 6, 6)):
+    """Compare the gradients of a plain model with those of a wrapped copy.
+
+    Args:
+        train: Gets the model to call, its module, and a context for all micro-batches but the last.
+    """
+    reference = mlp()
+    module = copy.deepcopy(reference)
+    train(reference, reference, nullcontext)
+    with tracked():
+        wrapped = wrap(module, *split)
+        train(wrapped, module, wrapped.no_sync)
+    assert_same_gradients(module, reference)
 
 
 class TestGradients:
@@ -126,17 +126,6 @@ class TestGradients:
         mean_loss(reference(whole)).backward()
         with run():
             accumulate(wrap(module, *split), batches)
-        assert_same_gradients(module, reference)
-
-    @pytest.mark.parametrize("sizes", [(16, 1), (1, 16), (16, 1, 16), (2, 16, 2), (1, 1, 1)], ids=str)
-    def test_devices_come_and_go(self, sizes):
-        """A short micro-batch leaves devices out. Their gradients are still reduced to device 0."""
-        reference = mlp()
-        module = copy.deepcopy(reference)
-        batches = batches_of(*sizes)
-        mean_loss(reference(torch.cat(batches))).backward()
-        with tracked():
-            accumulate(wrap(module, 1, 7, 8), batches)
         assert_same_gradients(module, reference)
 
     def test_a_device_that_sat_out_a_micro_batch_has_this_steps_weights(self):
@@ -157,22 +146,6 @@ class TestGradients:
             assert_same_gradients(module, reference)
             for _, optimizer in sides:
                 optimizer.step()
-
-    def test_over_several_optimizer_steps(self):
-        reference = mlp()
-        module = copy.deepcopy(reference)
-        ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (module, reference))
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            for _ in range(3):
-                batches = batches_of(16, 16, 7)
-                mean_loss(reference(torch.cat(batches))).backward()
-                accumulate(wrapped, batches)
-                for optimizer in (ours, theirs):
-                    optimizer.step()
-                    optimizer.zero_grad()
-        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs)
 
     def test_parameters_changed_behind_autograds_back(self):
         """`p.data.add_()` changes no version. The next optimizer step still copies the parameters again."""
@@ -206,56 +179,39 @@ class TestGradients:
             torch.testing.assert_close(both.grad, one.grad + two.grad)
 
     def test_a_part_is_frozen_between_micro_steps(self):
-        reference = mlp()
-        module = copy.deepcopy(reference)
         first, second = batches_of(16, 16)
-        for model in (reference, module):
-            model.requires_grad_(True)
-        mean_loss(reference(first)).backward()
-        reference[0].requires_grad_(False)
-        mean_loss(reference(second)).backward()
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            with wrapped.no_sync():
-                mean_loss(wrapped(first)).backward()
+
+        def train(model, module, within):
+            with within():
+                mean_loss(model(first)).backward()
             module[0].requires_grad_(False)
-            mean_loss(wrapped(second)).backward()
-        assert_same_gradients(module, reference)
+            mean_loss(model(second)).backward()
+
+        assert_as_plain(train)
 
     def test_a_backward_twice_through_the_last_forward(self):
-        reference = mlp()
-        module = copy.deepcopy(reference)
         first, second = batches_of(16, 16)
-        mean_loss(reference(first)).backward()
-        loss = mean_loss(reference(second))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            with wrapped.no_sync():
-                mean_loss(wrapped(first)).backward()
-            loss = mean_loss(wrapped(second))
+
+        def train(model, _, within):
+            with within():
+                mean_loss(model(first)).backward()
+            loss = mean_loss(model(second))
             loss.backward(retain_graph=True)
             loss.backward()
-        assert_same_gradients(module, reference)
+
+        assert_as_plain(train)
 
     def test_a_penalty_on_the_parameters_between(self):
         """An added gradient must not count as a cleared gradient."""
-        reference = mlp()
-        module = copy.deepcopy(reference)
         first, second = batches_of(16, 16)
 
-        def penalty(model):
-            return sum(parameter.square().sum() for parameter in model.parameters())
+        def train(model, module, within):
+            with within():
+                mean_loss(model(first)).backward()
+                sum(parameter.square().sum() for parameter in module.parameters()).backward()
+            mean_loss(model(second)).backward()
 
-        (mean_loss(reference(first)) + mean_loss(reference(second)) + penalty(reference)).backward()
-        with tracked():
-            wrapped = wrap(module, 0, 8, 8)
-            with wrapped.no_sync():
-                mean_loss(wrapped(first)).backward()
-                penalty(module).backward()
-            mean_loss(wrapped(second)).backward()
-        assert_same_gradients(module, reference)
+        assert_as_plain(train, (0, 8, 8))
 
     @pytest.mark.parametrize("split", [(4, 6, 6), (0, 8, 8)], ids=str)
     def test_batch_norm_moves_in_every_micro_step(self, split):
@@ -368,16 +324,14 @@ class TestUsersLoops:
 
     def test_frozen_for_a_second_forward(self):
         """A leaf frozen between forward and backward lost its gradient."""
-        reference, module = self.pair()
         batches = batches_of(16, 16, 16, 16)
-        gan(reference, reference, *batches[:2])
-        gan(reference, reference, *batches[2:])
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            with wrapped.no_sync():
-                gan(wrapped, module, *batches[:2])
-            gan(wrapped, module, *batches[2:])
-        assert_same_gradients(module, reference)
+
+        def train(model, module, within):
+            with within():
+                gan(model, module, *batches[:2])
+            gan(model, module, *batches[2:])
+
+        assert_as_plain(train)
 
     @pytest.mark.parametrize("to_none", [True, False])
     @pytest.mark.parametrize("again", [True, False])
@@ -402,41 +356,35 @@ class TestUsersLoops:
 
     def test_two_forwards_one_of_them_within(self):
         """The second forward, outside of no_sync, freed the replicas that the first backward needed."""
-        reference, module = self.pair()
         first, second = batches_of(16, 16)
-        (mean_loss(reference(first)) + mean_loss(reference(second))).backward()
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            with wrapped.no_sync():
-                loss = mean_loss(wrapped(first))
-            (loss + mean_loss(wrapped(second))).backward()
-        assert_same_gradients(module, reference)
+
+        def train(model, _, within):
+            with within():
+                loss = mean_loss(model(first))
+            (loss + mean_loss(model(second))).backward()
+
+        assert_as_plain(train)
 
     @pytest.mark.parametrize("last", [True, False])
     def test_a_loss_on_what_a_hook_caught(self, last):
         """A feature loss does not use the wrapper's output, so its backward went unnoticed."""
+        batches = batches_of(16, 16)
 
-        def trained(model, module, batches, run):
+        def train(model, module, within):
             caught = []
             handle = module[1].register_forward_hook(lambda part, args, output: caught.append(output))
             for index, batch in enumerate(batches):
-                with model.no_sync() if run and (index == 0 or not last) else nullcontext():
+                with within() if index == 0 or not last else nullcontext():
                     model(batch)
                     torch.cat(caught).square().mean().backward()
                 caught.clear()
             handle.remove()
-
-        reference, module = self.pair()
-        batches = batches_of(16, 16)
-        trained(reference, reference, batches, False)
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            trained(wrapped, module, batches, True)
-            if not last:
+            if model is not module and not last:
                 with raises(InputError, "update-while-gradients-wait"):
                     torch.optim.SGD(module.parameters(), lr=0.1).step()
-                wrapped.synchronize()
-        assert_same_gradients(module, reference)
+                model.synchronize()
+
+        assert_as_plain(train)
 
     @pytest.mark.parametrize("change", ["scale", "replace", "clip"])
     def test_a_gradient_changed_between_micro_steps_is_refused(self, change):
@@ -460,22 +408,18 @@ class TestUsersLoops:
             wrapped(batches_of(16)[0])
 
     def test_a_layer_that_is_swapped_out_for_a_micro_step(self):
-        reference, module = self.pair()
         batches = batches_of(16, 16, 16)
 
-        def loops(model, module):
+        def train(model, module, within):
             first, other = module[0], nn.Linear(5, 8).double()
             other.load_state_dict(first.state_dict())
             for index, batch in enumerate(batches):
                 module[0] = other if index == 1 else first
-                with model.no_sync() if model is not module and index < 2 else nullcontext():
+                with within() if index < 2 else nullcontext():
                     mean_loss(model(batch)).backward()
             module[0] = first
 
-        loops(reference, reference)
-        with tracked():
-            loops(wrap(module, 4, 6, 6), module)
-        assert_same_gradients(module, reference)
+        assert_as_plain(train)
 
 
 class TestCopies:
@@ -497,18 +441,16 @@ class TestCopies:
         assert kept["input"] == plain["input"]
 
     def test_an_evaluation_between_micro_steps_sees_the_values(self):
-        reference = mlp()
-        module = copy.deepcopy(reference)
         first, second = batches_of(16, 16)
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            with wrapped.no_sync():
-                mean_loss(wrapped(first)).backward()
+
+        def train(model, module, within):
+            with within():
+                mean_loss(model(first)).backward()
             with torch.no_grad():
-                torch.testing.assert_close(wrapped(second), reference(second))
-            mean_loss(wrapped(second)).backward()
-        (mean_loss(reference(first)) + mean_loss(reference(second))).backward()
-        assert_same_gradients(module, reference)
+                torch.testing.assert_close(model(second), module(second))
+            mean_loss(model(second)).backward()
+
+        assert_as_plain(train)
 
     def test_memory_of_replicas_is_free_when_nothing_is_accumulated(self):
         module = nn.Linear(256, 256).double()
@@ -562,21 +504,14 @@ class TestTwoForwards:
     @pytest.mark.parametrize("split", [(4, 6, 6), (0, 8, 8)], ids=str)
     def test_the_second_does_not_spoil_the_first(self, split):
         """Values were copied again under the first forward's graph, and its backward raised an error."""
-        reference = mlp()
-        module = copy.deepcopy(reference)
         pairs = [batches_of(16, 16), batches_of(16, 16)]
 
-        def distance(model, one, other):
-            return (model(one) - model(other)).square().sum(1).mean()
+        def train(model, _, within):
+            for index, (one, other) in enumerate(pairs):
+                with nullcontext() if index else within():
+                    (model(one) - model(other)).square().sum(1).mean().backward()
 
-        for one, other in pairs:
-            distance(reference, one, other).backward()
-        with tracked():
-            wrapped = wrap(module, *split)
-            with wrapped.no_sync():
-                distance(wrapped, *pairs[0]).backward()
-            distance(wrapped, *pairs[1]).backward()
-        assert_same_gradients(module, reference)
+        assert_as_plain(train, split)
 
 
 class TestBrokenOff:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from handmade import made_plan
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from autosplit.errors import InputError
 from autosplit.plan.plan import Plan
@@ -50,24 +50,6 @@ def test_a_loader_that_shuffles_is_shuffled(plan):
 def test_drop_last_is_that_of_the_loader_unless_given(plan, given, sizes):
     made = plan.loader(DataLoader(DATA, batch_size=4, drop_last=True), drop_last=given)
     assert [len(batch) for batch in drawn(made)] == sizes
-
-
-class Backwards(Sampler[int]):
-    """A user-defined order."""
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __iter__(self):
-        return iter(reversed(range(len(self.dataset))))
-
-
-def test_the_order_of_an_own_sampler_is_kept(plan):
-    made = plan.loader(DataLoader(DATA, batch_size=4, sampler=Backwards(DATA)))
-    assert drawn(made)[0] == [*range(49, 41, -1)]
 
 
 def test_options_replace_the_settings(plan):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -252,25 +251,6 @@ class TestDownToTheWrappers:
         wrapped(torch.ones(2, 4).double()).sum().backward()
         optimizer.step()
         assert PLAN.wrap(model).module is model, "where parameters stay what they are, any optimizer goes on"
-
-    def test_the_batch_sampler_hands_out_the_plans_micro_batches(self):
-        sampler = PLAN.batch_sampler(40, shuffle=True, seed=3)
-        batches = list(sampler)
-        assert [len(batch) for batch in batches] == [6, 6, 4, 6, 6, 4, 6, 2]
-        assert sorted(itertools.chain.from_iterable(batches)) == list(range(40))
-        assert list(PLAN.batch_sampler(40, shuffle=True, seed=3)) == batches
-
-    def test_steps_are_the_plans(self):
-        data = torch.utils.data.TensorDataset(torch.arange(32))
-        loader = torch.utils.data.DataLoader(data, batch_sampler=PLAN.batch_sampler(32))
-        weight = torch.zeros(1, requires_grad=True)
-        sizes = []
-        for step in PLAN.steps(loader):
-            sizes.append([])
-            for (items,) in step:
-                sizes[-1].append(len(items))
-                step.backward((weight * items).mean())
-        assert sizes == [[6, 6, 4], [6, 6, 4]]
 
 
 class TestBudgets:

@@ -50,13 +50,6 @@ class TestOneProcess:
         assert max(map(len, batches)) <= sum(split)
 
     @ALL_JOBS
-    def test_every_step_but_the_last_has_the_effective_batch(self, split, effective, count):
-        *whole, last = make_plan(split, effective).batch_sampler(count).schedule
-        assert {step.num_samples for step in whole} <= {effective}
-        assert last.num_samples == (count % effective or effective)
-        assert all(sum(step.micro_batch_sizes) == step.num_samples for step in (*whole, last))
-
-    @ALL_JOBS
     def test_drop_last_leaves_out_the_short_step(self, split, effective, count):
         if count < effective:
             with raises(InputError, "drop-last-leaves-no-step"):
@@ -92,12 +85,6 @@ class TestOneProcess:
         resumed.load_state_dict(sampler.state_dict())
         skipped = sum(len(step.micro_batch_sizes) for step in resumed.schedule[:done])
         assert list(resumed) == whole[skipped:]
-
-    def test_epochs_differ(self):
-        sampler = make_plan((4,), 8).batch_sampler(NUM_SAMPLES, shuffle=True)
-        first = list(sampler)
-        sampler.set_epoch(1)
-        assert list(sampler) != first
 
     def test_the_plans_loader_hands_out_its_micro_batches(self):
         plan = make_plan((3, 5), 20)

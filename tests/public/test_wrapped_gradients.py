@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from balanced_models import MODELS, SPLITS, TOLERANCE, assert_trains_like_plain
+from balanced_models import MODELS, RUNS, SPLITS, TOLERANCE, assert_trains_like_plain
 
 
 @pytest.fixture(autouse=True)
@@ -16,6 +16,8 @@ def _default_dtype():
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_outputs_and_gradients_are_those_of_one_device(name, split, dtype):
+@pytest.mark.parametrize("run", RUNS)
+def test_outputs_and_gradients_are_those_of_one_device(run, name, split, dtype):
     torch.set_default_dtype(dtype)
-    assert_trains_like_plain(name, split, dtype)
+    with RUNS[run]():
+        assert_trains_like_plain(name, split, dtype)
