@@ -392,7 +392,14 @@ class TestTwoRanks:
 
     @pytest.mark.parametrize("name", RESUMED)
     def test_a_state_from_the_middle_of_an_epoch_goes_on(self, two, name):
+        _, split, effective = RESUMED[name]
+        per_epoch = sum(-(-n // sum(split)) for n in shared.step_sizes(effective))
         shared.check_resumed(found_by(two, name), RESUMED[name])
+        for found in found_by(two, name):
+            assert [*found["resumed"]["lrs"]] == [*range(STOPS_AT + 1, STEPS + 1)]
+            epoch, number = found["position"]
+            assert 0 < number < per_epoch, "in the middle of an epoch"
+            assert found["resumed"]["seen"] == found["seen"][epoch * per_epoch + number :]
 
     def test_evaluation_is_that_of_one_process(self, two):
         for name, (kind, _, effective) in JOBS[2].items():
