@@ -136,12 +136,8 @@ def _no_stage_lines() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _short_budgets(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Repeat a timed step three times instead of for a second. Modules that are marked `alone` compare times."""
-    marks = getattr(request.module, "pytestmark", [])
-    if any(mark.name == "alone" for mark in (marks if isinstance(marks, list) else [marks])):
-        yield
-        return
+def _short_budgets() -> Iterator[None]:
+    """Repeat a timed step three times instead of for a second."""
     with short_budgets():
         yield
 

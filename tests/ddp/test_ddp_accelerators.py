@@ -33,7 +33,7 @@ from autosplit.devices.accelerator import visible_devices
 from autosplit.plan.plan import Plan
 from autosplit.tuning import rank_steps
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.skipif(COUNT < 2, reason="needs two cards")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason="needs two cards")]
 
 LIMIT_S = 240
 NUM_SAMPLES = 20
