@@ -35,15 +35,6 @@ NUM_SAMPLES, EFFECTIVE, SIZES = 200, 48, (9, 3)
 EPOCHS, LEAVES_AT, JOINS_AT = 2, 6, 8
 """Epochs, and the optimizer steps after which a node is killed and after which another joins, in the second epoch."""
 
-QUICK = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # 2 by default; each report waits for the next check
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",  # 60 by default, while Ray waits for a node that has gone
-    "RAY_health_check_period_ms": "500",  # 3000 by default
-    "RAY_health_check_failure_threshold": "2",  # 5 by default; a killed node fails a check at once
-    "RAY_health_check_timeout_ms": "60000",  # 10000 by default; a node of a busy machine answers late
-}
-"""Ray's settings by which it sees sooner what has happened."""
-
 LARGE, SMALL = "1MiB", "512KiB"
 TRAINING = "training"
 """Ray resource of the nodes that train. An elastic job counts nodes without the label, but not without the resource."""
@@ -265,7 +256,6 @@ JOBS = {job.__name__: job for job in (replaced_node, elastic)}
 
 
 def main(name: str, folder: Path) -> None:
-    os.environ |= QUICK
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
         add_node(cluster, LARGE)
