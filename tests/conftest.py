@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Importing the tests, torch and transformers makes objects that stay, so collecting garbage meanwhile is wasted time:
+# `pytest --collect-only -m slow` took 22.9 s of CPU time, and takes 19.6 s without.
+gc.disable()
+
 # Removed, because tests run pytest in other processes, which must not write to the same files.
 SKIPPED_TESTS_FILE = os.environ.pop("AUTOSPLIT_SKIPPED_TESTS", None)
 FAILED_TESTS_FILE = os.environ.pop("AUTOSPLIT_FAILED_TESTS", None)
@@ -94,6 +98,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             )
         elif item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason=reason + ", and what is measured here is CUDA's own"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collect garbage again in the tests."""
+    gc.enable()
 
 
 def _begin_with_the_longest(items: list[pytest.Item]) -> None:

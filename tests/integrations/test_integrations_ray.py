@@ -29,7 +29,7 @@ LARGE, SMALL = 2**20, 2**19
 
 SETTINGS = {
     "RAY_DEDUP_LOGS": "0",
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # default 2; each report waits for the next check
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # default 2; each report waits for the next check
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",  # default 60; the wait for resources of a node that was killed
     "RAY_health_check_period_ms": "500",  # default 3000
     "RAY_health_check_failure_threshold": "2",  # default 5; each check of a killed node fails at once
