@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,9 @@ def _meet(end: str) -> None:
     elif end == "sys.exit":
         sys.exit(3)
     elif end == "hang":
+        folder = os.environ.get("HANGING_FOLDER")
+        if folder is not None:
+            Path(folder, str(os.getpid())).touch()
         time.sleep(1000)
     elif end == "raise":
         raise ZeroDivisionError("boom")

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import closing, suppress
 from multiprocessing import forkserver
 from pathlib import Path
@@ -112,20 +113,28 @@ def run_ranks_once(
     limit_s: float,
     preload: tuple[str, ...] = (),
 ) -> Any:
-    """Run the scenarios of a table once per test session, whichever worker comes first, and return what they found.
+    """Run the scenarios of a table once per test session, and return what they found."""
+
+    def run(folder: Path) -> None:
+        found = run_ranks(module, table, world_size, folder, limit_s=limit_s, preload=preload)
+        torch.save(found, folder / "results.pt")
+
+    return torch.load(once(factory, f"{module}.{table}", run) / "results.pt", weights_only=False)
+
+
+def once(factory: pytest.TempPathFactory, name: str, run: Callable[[Path], object]) -> Path:
+    """Run a function with a new folder once per test session, whichever worker comes first, and return the folder.
 
     pytest-xdist moves tests between its workers, so each worker may need the results. The others wait at a lock.
     """
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = factory.getbasetemp().parent / f"{module}.{table}"
-    else:
-        folder = factory.getbasetemp() / f"{module}.{table}"
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     folder.mkdir(exist_ok=True)
-    results = folder / "results.pt"
     with FileLock(folder / "lock"):
-        if not results.exists():
-            torch.save(run_ranks(module, table, world_size, folder, limit_s=limit_s, preload=preload), results)
-    return torch.load(results, weights_only=False)
+        if not (folder / "done").exists():
+            run(folder)
+            (folder / "done").touch()
+    return folder
 
 
 def job_of(module: str, table: str, world_size: int, *, limit_s: float = 250) -> Any:

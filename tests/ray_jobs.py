@@ -198,20 +198,25 @@ def errors_of_tuning(cluster: Cluster, folder: Path) -> list[tuple[str, str]]:
     The causes: a wrong workload, a wrong label of a node, a wrong option, and a model that does not fit.
     """
     cluster.add_node(num_cpus=1, labels={MEMORY_LABEL: "2048MiB"})
-    found, run = [], RunConfig(storage_path=str(folder / "runs"))
-    for make, memories, options in (
-        (lambda: 3, [SMALL], {}),
-        (workload, ["2048MiB"], {}),
-        (workload, [SMALL], {"devices": 2}),
-        (lambda: workload(nn.Sequential(nn.Linear(16, 800), nn.Linear(800, 4)).double()), [LARGE, SMALL], {}),
-    ):
+
+    def error_of(name: str, make: Any, memories: list[str], options: dict[str, Any]) -> tuple[str, str]:
+        run = RunConfig(name=name, storage_path=str(folder / "runs"))  # Ray names runs by the second
         selectors = [{MEMORY_LABEL: memory} for memory in memories]
         scaling = ScalingConfig(num_workers=len(selectors), label_selector=selectors)
         try:
             autosplit_ray.tune(make, scaling_config=scaling, run_config=run, profile="off", **options)
         except autosplit.AutosplitError as error:
-            found.append((error.code, str(error)))
-    return found
+            return error.code, str(error)
+        raise AssertionError("nothing was raised")
+
+    cases = (
+        ("workload", lambda: 3, [SMALL], {}),
+        ("label", workload, ["2048MiB"], {}),
+        ("option", workload, [SMALL], {"devices": 2}),
+        ("memory", lambda: workload(nn.Sequential(nn.Linear(16, 800), nn.Linear(800, 4)).double()), [LARGE, SMALL], {}),
+    )
+    with ThreadPoolExecutor(2) as pool:  # the first two use different nodes
+        return [*pool.map(error_of, *zip(*cases, strict=True))]
 
 
 def elastic(cluster: Cluster, node: Any, folder: Path) -> dict[str, Any]:
@@ -256,7 +261,6 @@ JOBS = {job.__name__: job for job in (replaced_node, elastic)}
 
 
 def main(name: str, folder: Path) -> None:
-    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "30"  # how long Ray waits for a node that has gone
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
         add_node(cluster, LARGE)

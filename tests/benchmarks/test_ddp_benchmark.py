@@ -11,8 +11,6 @@ from types import ModuleType
 import pytest
 from folders import BENCHMARKS
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:

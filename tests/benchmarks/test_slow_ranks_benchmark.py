@@ -12,7 +12,6 @@ from folders import BENCHMARKS, ROOT
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_the_benchmark_runs(tmp_path):
     output = tmp_path / "slow_ranks.json"
     words = [sys.executable, str(BENCHMARKS / "slow_ranks.py"), "--window", "20", "--output", str(output)]

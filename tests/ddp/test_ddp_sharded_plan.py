@@ -13,7 +13,6 @@ from gpus import COUNT, KIND
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.alone,
     pytest.mark.skipif(COUNT < 2 or KIND != "emu", reason="needs two emulated devices, whose memory can be chosen"),
 ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +13,12 @@ from ddp_jobs import make_plan
 from folders import EXAMPLES
 from hypothesis import given
 from hypothesis import strategies as st
+from loading_time import SAMPLE_S, TimedSamples, count_loading_time
 from noted import kinds, noted
 from raised import raises
 from ranks import found_by, run_ranks
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import autosplit
 from autosplit.cli.main import main
@@ -213,24 +213,11 @@ def test_ranks_fit_their_plan_together(tmp_path):
     assert all("The job has 2 ranks, but the plan has 3" in message for message in found_by(ranks, "too few"))
 
 
-class Sleeping(Dataset):
-    """A dataset that takes 2 ms per sample: 500 samples/s without workers."""
-
-    def __len__(self) -> int:
-        return 256
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        time.sleep(0.002)
-        return torch.zeros(64), torch.zeros(1)
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-def test_a_loader_that_sleeps():
-    found = autosplit.fit_to_loader(tuned("cpu", n_trials=3), DataLoader(Sleeping(), batch_size=16))
-    assert found.loader_samples_per_s is not None
-    assert found.loader_samples_per_s < 2500
-    assert found.loader_settings is not None
-    assert found.loader_settings.num_workers > 0
-    assert found.batch_size < 256 < found.samples_per_s
+def test_a_plan_for_a_loader_that_is_measured(monkeypatch, plan):
+    loaders = count_loading_time(monkeypatch, cores=2)
+    found = autosplit.fit_to_loader(plan, loaders(TimedSamples(), batch_size=16))
+    assert found.loader_samples_per_s == pytest.approx(2 / SAMPLE_S)
+    assert found.loader_settings == LoaderSettings(2, 2, persistent_workers=True)
+    assert found.batch_size < plan.batch_size
+    assert found.loader_samples_per_s <= found.samples_per_s < plan.samples_per_s
     assert "The loader limits training" in str(found.explain())

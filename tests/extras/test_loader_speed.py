@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loading_time import CACHED_S, SAMPLE_S, TimedSamples, count_loading_time
 from noted import kinds
 from raised import raises
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -100,11 +101,11 @@ def test_rounds_of_workers_give_their_rate_whatever_their_start_took(workers, ba
     assert error < 0.02 or start_s + batch_s > 0.5
 
 
-class Slow(Dataset):
-    """Waits for each sample like a disk, draws with its own generator, and counts its samples."""
+class Drawing(Dataset):
+    """Draws with its own generator, and counts its samples."""
 
-    def __init__(self, samples=64, wait_s=0.002):
-        self.random, self.given, self.wait_s, self.kept = random.Random(3), 0, wait_s, {}
+    def __init__(self, samples=64):
+        self.random, self.given = random.Random(3), 0
         self.samples = torch.arange(float(samples))
 
     def __len__(self):
@@ -114,18 +115,7 @@ class Slow(Dataset):
         self.given += 1
         self.random.random()
         torch.rand(1)
-        if index not in self.kept:
-            time.sleep(self.wait_s)
         return self.samples[index]
-
-
-class Cached(Slow):
-    """Keeps the samples that it has read."""
-
-    def __getitem__(self, index):
-        sample = super().__getitem__(index)
-        self.kept[index] = sample
-        return sample
 
 
 def test_the_fastest_workers_are_found_and_nothing_changes(monkeypatch):
@@ -137,7 +127,7 @@ def test_the_fastest_workers_are_found_and_nothing_changes(monkeypatch):
 
     monkeypatch.setattr(loader_speed, "_cores", lambda: 4)
     monkeypatch.setattr(loader_speed, "rate_of", rate)
-    dataset = Slow()
+    dataset = Drawing()
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=generator)
 
@@ -157,28 +147,25 @@ def test_the_fastest_workers_are_found_and_nothing_changes(monkeypatch):
     assert made.num_workers == 2
 
 
-@pytest.mark.slow
-@pytest.mark.alone
 def test_workers_that_wait_at_the_same_time_load_more(monkeypatch):
-    monkeypatch.setattr(loader_speed, "_cores", lambda: 2)
-    monkeypatch.setattr(loader_speed, "SETTING_LIMIT_S", 0.5)
-    found = autosplit.measure_loader(DataLoader(Slow(), batch_size=4))
-    assert found.settings.num_workers > 0
-    assert found.samples_per_s > 1.3 * found.present_samples_per_s
-    assert 250 < found.present_samples_per_s < 500, "at most 500: 2 ms a sample"
+    loaders = count_loading_time(monkeypatch, cores=2)
+    found = autosplit.measure_loader(loaders(TimedSamples(), batch_size=4))
+    assert found.settings.num_workers == 2
+    assert found.present_samples_per_s == pytest.approx(1 / SAMPLE_S)
+    assert found.samples_per_s == pytest.approx(2 / SAMPLE_S)
 
 
-@pytest.mark.slow
-@pytest.mark.alone
 def test_a_cold_cache_is_told_from_a_slow_loader(monkeypatch):
-    monkeypatch.setattr(loader_speed, "_cores", lambda: 1)
-    cold = autosplit.measure_loader(DataLoader(Cached(), batch_size=4))
-    slow = autosplit.measure_loader(DataLoader(Slow(), batch_size=4), time_limit_s=0.1)
+    loaders = count_loading_time(monkeypatch, cores=1)
+    cold = autosplit.measure_loader(loaders(TimedSamples(caches=True), batch_size=4), time_limit_s=0.1)
+    slow = autosplit.measure_loader(loaders(TimedSamples(), batch_size=4), time_limit_s=0.1)
     told = [str(note) for note in cold.notes if note.kind == "cold-cache"]
-    assert [text.startswith("The first pass loaded ") for text in told] == [True]
-    assert "because the samples were not in the disk cache. The second pass loaded" in told[0]
+    assert [text.startswith("The first pass loaded 500 samples/s") for text in told] == [True]
+    assert "because the samples were not in the disk cache. The second pass loaded 50,000." in told[0]
+    assert cold.first_pass_samples_per_s == pytest.approx(1 / SAMPLE_S)
+    assert cold.tried[0].samples_per_s == pytest.approx(1 / CACHED_S)
     assert "cold-cache" not in kinds(slow.notes)
-    assert cold.tried[0].samples_per_s > 2 * cold.first_pass_samples_per_s
+    assert slow.tried[0].samples_per_s == pytest.approx(slow.first_pass_samples_per_s)
 
 
 def test_data_in_memory_has_no_cold_cache(monkeypatch):
@@ -193,7 +180,7 @@ def test_data_in_memory_has_no_cold_cache(monkeypatch):
 
 
 def test_samples_are_not_copied_and_what_cannot_be_is_said(tmp_path):
-    dataset = Slow()
+    dataset = Drawing()
     copied, notes = loader_speed._copied(dataset)
     assert copied is not dataset
     assert copied.samples is dataset.samples
@@ -211,7 +198,7 @@ class Endless(IterableDataset):
         return itertools.count()
 
 
-class Unsendable(Slow):
+class Unsendable(Drawing):
     def __getitem__(self, index):
         if torch.utils.data.get_worker_info() is not None:
             raise OSError("the file is open elsewhere")
@@ -223,8 +210,8 @@ class Unsendable(Slow):
     [
         ([1, 2], "loader-type"),
         (DataLoader(Endless(), batch_size=2), "loader-iterable"),
-        (DataLoader(Slow(), batch_size=None), "loader-without-batches"),
-        (DataLoader(Slow(2), batch_size=4, drop_last=True), "loader-empty"),
+        (DataLoader(Drawing(), batch_size=None), "loader-without-batches"),
+        (DataLoader(Drawing(2), batch_size=4, drop_last=True), "loader-empty"),
         (DataLoader(Unsendable(), batch_size=4), "loader-workers-failed"),
     ],
 )
@@ -243,7 +230,7 @@ def test_a_data_set_that_raises_is_the_users_own_error():
 )
 def test_numbers_are_checked(keywords, said):
     with raises(InputError, said):
-        autosplit.measure_loader(DataLoader(Slow(), batch_size=4), **keywords)
+        autosplit.measure_loader(DataLoader(Drawing(), batch_size=4), **keywords)
 
 
 def test_the_ranks_of_this_machine_count(monkeypatch):

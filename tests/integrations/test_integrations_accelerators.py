@@ -31,7 +31,7 @@ from torch import distributed as dist
 
 from autosplit.accelerators import backend
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.skipif(COUNT < 2, reason="needs two cards")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason="needs two cards")]
 
 LIMIT_S = 280
 JOB = ("gpt", (7, 1), 20)

@@ -27,9 +27,20 @@ LARGE, SMALL = 2**20, 2**19
 """The memory budgets of the two nodes."""
 
 
+SETTINGS = {
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # default 2; each report waits for the next check
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",  # default 60; the wait for resources of a node that was killed
+    "RAY_health_check_period_ms": "500",  # default 3000
+    "RAY_health_check_failure_threshold": "2",  # default 5; each check of a killed node fails at once
+    "RAY_health_check_timeout_ms": "60000",  # default 10000; a living node answers late on a busy machine
+}
+"""Ray's settings for an early detection of killed nodes and of reports."""
+
+
 def run(script: Path, *arguments: str) -> str:
     """Run a script in a separate process, because Ray leaves threads and sockets open."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]), "RAY_DEDUP_LOGS": "0"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]), **SETTINGS}
     command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=840)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -23,10 +23,11 @@ from typing import Any
 import pytest
 from events import until
 from noted import noted
+from ranks import once
 
 from autosplit.plan.plan import Plan
 
-pytestmark = [pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here"), pytest.mark.alone]
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
 COUNT = 8
 KILLS = 60
@@ -268,6 +269,8 @@ def kills(folder: Path) -> Any:
     while killed < KILLS:
         tunes = killed % 3 == 0
         pids = [forked(refresher)] if tunes else [forked(writer(number)) for number in range(2)]
+        if not tunes:
+            until_replaced(path)
         time.sleep(moments.uniform(0, 1.1 * took_s) if tunes else moments.uniform(0, 0.15))
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -289,6 +292,11 @@ def kills(folder: Path) -> Any:
         "hit": again.notes[0].kind == "from-profile",
         "versions": len(versions),
     }
+
+
+def until_replaced(path: Path) -> None:
+    before = path.stat().st_ino
+    until(lambda: path.stat().st_ino != before)
 
 
 def run_scenarios(names: str, folder: str) -> None:
@@ -348,7 +356,7 @@ def test_one_of_eight_searches_and_all_have_its_plan(tmp_path):
 @pytest.fixture(scope="module")
 def scenarios(tmp_path_factory) -> Path:
     names = "a_holder_that_fails interrupted_while_waiting threads turns_and_time_outs kills"
-    return run_apart(names, tmp_path_factory.mktemp("scenarios"), 580)
+    return once(tmp_path_factory, "tuning_at_once", lambda folder: run_apart(names, folder, 580))
 
 
 @pytest.mark.slow
