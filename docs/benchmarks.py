@@ -38,6 +38,7 @@ def page() -> str:
         _fit,
         _balanced,
         _ddp,
+        _failing_ranks,
         _slow_ranks,
         _loader,
         _lengths,
@@ -556,6 +557,29 @@ def _ddp() -> list[str]:
         )
         parts += [gained, *_claims(one["claims"])]
     return parts
+
+
+def _failing_ranks() -> list[str]:
+    found = _read("failing_ranks")
+    text = (
+        f"One of {found['ranks']} ranks fails in the middle of an optimizer step. The time runs until all other ranks "
+        "have ended, or until a rank names the suspended rank on stderr."
+    )
+    limit_s = found["promised_s"]
+    rows = [
+        (
+            f"a rank {way}",
+            f"{statistics.median(seconds):.1f}",
+            f"{max(seconds):.1f}",
+            limit_s,
+            "yes" if max(seconds) <= limit_s else "**no**",
+        )
+        for way, seconds in found["seconds"].items()
+    ]
+    return [
+        *_opened("Ranks that fail", text, "failing_ranks", found),
+        *_table(("failure", "median, s", "longest, s", "limit, s", "holds"), rows),
+    ]
 
 
 def _slow_ranks() -> list[str]:
