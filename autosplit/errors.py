@@ -194,8 +194,17 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class name if there is no message."""
+    """Return the first line of an error's message, or its class name if there is no message.
+
+    torch raises the error of a replica or of a loader's worker again, with its traceback and message as the message
+    (torch/_utils.py, ExceptionWrapper). Then return the first line of the original message.
+    """
     lines = str(error).strip().splitlines()
+    if len(lines) > 1 and lines[0].startswith("Caught ") and lines[1].startswith("Original Traceback"):
+        before = f"{lines[0].split()[1]}: "  # the class of the original error
+        original = [line.partition(before)[2] for line in lines if not line.startswith(" ") and before in line]
+        place = lines[0].rstrip(".").split(" ", 2)[2]  # "in replica 1 on device 1"
+        lines = [f"{place}: {original[-1]}"] if original else lines
     return lines[0] if lines else type(error).__name__
 
 
@@ -276,6 +285,18 @@ _SIDE_OUTPUT = (
     "that tensor is from an earlier forward. Return it from forward(), and compute the loss from the outputs"
 )
 
+_FOREIGN_TENSOR = (
+    "a replica used a tensor of another device. Register tensors that the model stores as buffers, create tensors with "
+    "device=x.device, or train with DDP (strategy='ddp')"
+)
+
+
+def _replica_advice(error: BaseException) -> str:
+    told = str(error)
+    if "backward through the graph a second time" in told:
+        return _SIDE_OUTPUT
+    return _FOREIGN_TENSOR if "in replica" in told and "tensors to be on the same device" in told else ""
+
 
 def from_user_code(error: BaseException, what: str) -> UserCodeError:
     """Return an error that shows where the user's own code raised an exception.
@@ -287,7 +308,8 @@ def from_user_code(error: BaseException, what: str) -> UserCodeError:
     advice = (
         getattr(error, "autosplit_advice", None)
         or _absent_device_advice(error)
-        or (_SIDE_OUTPUT if "backward through the graph a second time" in str(error) else "fix it and run again")
+        or _replica_advice(error)
+        or "fix it and run again"
     )
     message = f"{what} raised {one_line(error)}{_layer_text(error.__traceback__)}; {advice}"
     wrapped = UserCodeError(message, user_frames(error.__traceback__))

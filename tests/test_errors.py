@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch._utils import ExceptionWrapper
 
 from autosplit.errors import OWN_FOLDER, UserCodeError, from_user_code, is_installed, users_errors, warn_user
 
@@ -57,6 +58,26 @@ def test_a_layer_without_a_frame_of_the_users_is_named():
     said = str(from_user_code(caught.value, "the workload"))
     assert said.endswith("(3x8 and 9x2) (in layer 2.0, a Linear); fix it and run again")
     assert "in layer" not in str(from_user_code(ValueError("plain"), "the workload"))
+
+
+class Foreign(nn.Module):
+    def forward(self, samples):
+        raise RuntimeError("Expected all tensors to be on the same device, but found two\nsecond line")
+
+
+def test_an_error_in_a_replica_has_its_own_message():
+    """On several GPUs, the message was only "Caught RuntimeError in replica 1 on device 1."."""
+    caught = None
+    try:
+        Foreign()(torch.zeros(1))
+    except RuntimeError:
+        caught = ExceptionWrapper(where="in replica 1 on device 1")
+    with pytest.raises(RuntimeError) as raised:
+        caught.reraise()
+    said = str(from_user_code(raised.value, "the workload"))
+    assert "raised RuntimeError: in replica 1 on device 1: Expected all tensors to be on the same device, but" in said
+    assert "second line" not in said
+    assert "strategy='ddp'" in said
 
 
 def test_a_loss_of_torchs_own_is_named():

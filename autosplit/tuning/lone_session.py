@@ -353,6 +353,13 @@ class LoneSession(Session):
             seconds = self.prober.micro_seconds(StepShape((split,)), budget_s=POINT_BUDGET_S)
         except OutOfMemoryError:
             return bare
+        except Exception as error:  # noqa: BLE001  # DDP cuts no batch and replicates no model, so its ranks can train
+            text = (
+                f"autosplit could not time copies between the devices ({one_line(error)}). The predicted samples/s do "
+                "not include DDP's all-reduce."
+            )
+            self.notes.append(Note("copies-not-timed", text))
+            return bare
         return bare.with_copies(split, seconds)
 
     def _ddp_options(self) -> DdpOptions:

@@ -9,7 +9,9 @@ import json
 import pytest
 import torch
 from gpus import COUNT, KIND
+from noted import kinds
 from raised import raises
+from torch import nn
 from torch.nn import functional as F
 from workloads import char_gpt, mlp, net, net_batch, small, with_loss, without_fakes
 
@@ -227,6 +229,19 @@ class TestCommand:
         assert "rank 1: split (8, 4000) does not fit cpu:1 (cpu). Its 4000 samples need" in capfd.readouterr().err
 
 
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, rows, ends):
+        return self.layer(rows).cumsum(0)[ends - 1].square().mean()
+
+
+def packed_batch(n):
+    return {"rows": torch.ones(3 * n, 8), "ends": 3 * torch.arange(1, n + 2).clamp(max=n)}
+
+
 @pytest.mark.gpu
 class TestAccelerators:
     def test_each_device_holds_its_part(self):
@@ -250,3 +265,13 @@ class TestAccelerators:
     def test_ranks_with_batchnorm_get_two_samples_in_every_step(self):
         """The step that times the copies between devices had 1 sample per device, and BatchNorm raised an error."""
         assert measure(small(), devices=KIND, split=(4,) * COUNT, strategy="ddp").split == (4,) * COUNT
+
+    @pytest.mark.parametrize("isolate", [False, True])
+    def test_ranks_train_on_batches_that_cannot_be_cut(self, isolate):
+        """A step of all devices timed the copies, but no wrapper can cut a packed batch. DDP does not cut it."""
+        workload = Workload(
+            Packed(), make_batch=packed_batch, sample_batch=packed_batch(4), optimizer=torch.optim.AdamW
+        )
+        found = measure(workload, devices=KIND, split=(4,) * COUNT, strategy="ddp", isolate=isolate)
+        assert min(found.peak_bytes) > 0
+        assert ("copies-not-timed" in kinds(found.notes)) == (COUNT > 1)
