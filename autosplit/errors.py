@@ -292,10 +292,10 @@ _FOREIGN_TENSOR = (
 
 
 def _replica_advice(error: BaseException) -> str:
-    told = str(error)
-    if "backward through the graph a second time" in told:
+    if "backward through the graph a second time" in str(error):
         return _SIDE_OUTPUT
-    return _FOREIGN_TENSOR if "in replica" in told and "tensors to be on the same device" in told else ""
+    is_foreign = "in replica" in str(error) and "tensors to be on the same device" in str(error)
+    return _FOREIGN_TENSOR if is_foreign else ""
 
 
 def from_user_code(error: BaseException, what: str) -> UserCodeError:

@@ -99,6 +99,8 @@ def test_messages_are_searched_only_where_torch_or_a_tool_wrote_them() -> None:
         ("ddp/rendezvous.py", "'EADDRINUSE'"),  # TCPStore's
         ("ddp/rendezvous.py", "'address already in use'"),
         ("errors.py", "'backward through the graph a second time'"),  # autograd's
+        ("errors.py", "'in replica'"),  # of torch's parallel_apply
+        ("errors.py", "'tensors to be on the same device'"),  # of torch's operators
         ("errors.py", "text"),  # the lack of a device
         ("parallel/parallel_apply.py", "f'in replica {position} on device'"),  # of torch's parallel_apply
         ("runtime/data_dependent.py", "text"),  # of operators without a fake version

@@ -272,7 +272,7 @@ def _by_steps(traces: _Traces, role: Role, start: int, most: int) -> tuple[WallS
         if prober.out_of_time and search.found:
             break
         n = search.next()
-        if n is None and prober.exact and not careful and search.found < most and search.failed != search.found + 1:
+        if n is None and prober.exact and not careful and 0 < search.found < most and search.failed != search.found + 1:
             n = search.found + 1  # Add one sample at a time until a step fails.
     prober.found_on[kind] = index, search.found
     return search, limit
@@ -312,7 +312,7 @@ def _why_not(prober: Prober, index: int, needed_bytes: int) -> str:
         )
     needs = f"it needs {size_text(needed_bytes)} ({needed_bytes} bytes)"
     if fits:
-        needs = f"a real step needs more than the {needed_bytes} bytes of its trace,"
+        needs = f"a real step needs more than the {needed_bytes} bytes of its trace"
     sharded = " Or shard the model: autosplit.tune_sharded plans FSDP2." if len(prober.runtime.devices) > 1 else ""
     return (
         f"The workload does not fit on {where} at batch {prober.least_batch()}: {needs}, and {capacity_bytes} "

@@ -248,7 +248,7 @@ class Session(ABC):
         return None
 
     def _nothing_fits(self) -> DoesNotFitError:
-        failure = self.trials[-1].failure if self.trials else "there was no configuration to try"
+        failure = str(self.trials[-1].failure).rstrip(".") if self.trials else "there was no configuration to try"
         least, sizes = self._least_share, self.request.effective_batch_sizes
         refused = not any(self._can_train(self.solver.splits_of(configuration_of(trial))) for trial in self.trials)
         if least > 1 and self.trials and refused:

@@ -144,6 +144,18 @@ def test_they_are_exact_where_memory_is_what_is_allocated():
     assert [case for case in cases if case.steps > 8] == []
 
 
+def test_a_batchnorm_that_does_not_fit_is_not_tried_with_one_sample():
+    """No batch of 2 ran, so the exact search tried a batch of 1, at which BatchNorm raises an error."""
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024), nn.Linear(1024, 4))
+    batch = torch.randn(8, 1024), torch.randint(0, 4, (8,))
+    workload = Workload(model, batch, loss_fn=F.cross_entropy, optimizer=torch.optim.AdamW)
+    reserve = parse_devices(SPEC)[0].capacity_bytes - 25_899_827  # DDP's buckets do not fit
+    with pytest.raises(
+        DoesNotFitError, match=r"at batch 2: a real step needs more than the [0-9]+ bytes of its trace,"
+    ):
+        find_ceiling(workload, SPEC, reserve=reserve, exact=True)
+
+
 class TestMemoryOfTheHost:
     """Near its limit, a step on such a GPU may stop the whole host without an error."""
 
