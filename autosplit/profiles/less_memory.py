@@ -149,16 +149,23 @@ def _all_at_once(region: Region, split: tuple[int, ...]) -> tuple[int, ...]:
 def _ddp(plan: Plan, fit: Fit, lack: Lack) -> DdpPlan:
     if not plan.ddp.ranks:
         return plan.ddp
-    ceilings = tuple(rank.ceiling for rank in plan.ddp.ranks)
+    ceilings, waiting_bytes = tuple(rank.ceiling for rank in plan.ddp.ranks), 0
     problem = _problem(plan, fit, ceilings, None, lack)
     solution = problem.solve()
+    if solution is not None and solution.accumulation_steps > 1 == plan.ddp.ranks[0].accumulation_steps:
+        waiting_bytes = lack.waiting_bytes
+        room = tuple(nbytes - waiting_bytes for nbytes in lack.capacities_bytes)
+        problem = _problem(plan, fit, ceilings, None, replace(lack, capacities_bytes=room))
+        solution = problem.solve()
     if solution is None:
         return DdpPlan(
             (),
             0.0,
             "the plan's measurements predict that a rank on each device does not fit in the memory that is free now",
         )
-    peaks = tuple(ceiling.bytes_at(share) for ceiling, share in zip(ceilings, solution.split, strict=True))
+    peaks = tuple(
+        ceiling.bytes_at(share) + waiting_bytes for ceiling, share in zip(ceilings, solution.split, strict=True)
+    )
     return _with_ranks(plan.ddp, lack, solution, problem.region.ceilings, peaks)
 
 

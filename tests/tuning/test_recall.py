@@ -596,3 +596,19 @@ def test_that_no_gpu_was_found_is_said_to_whoever_named_no_device_and_not_rememb
     for named in (None, "cpu", None):
         plan = tune(model, batch, compute_loss=lambda model, batch: model(batch).sum(), devices=named, **options)
         assert sum("No GPU is visible" in str(note) for note in plan.notes) == (named is None)
+
+
+def test_ranks_that_begin_to_accumulate_keep_room_for_their_gradients():
+    """Equal ranks got 30 of 64 samples in two forwards. The second forward ran out of memory, for the gradients."""
+    plan = tune(bias(), devices="sim:2xRTX3090", effective_batch_size=64, strategy="ddp", profile="off")
+    points = ((32, 274432, False), (64, 473088, False))
+    ceiling = Ceiling("sim:0", "rank", 64, "max_batch_size", 75776, 6208, 473088, 2**30, points=points)
+    ranks = tuple(replace(rank, ceiling=ceiling, accumulation_steps=1) for rank in plan.ddp.ranks)
+    before, capacity_bytes, gradients_bytes = replace(plan, ddp=replace(plan.ddp, ranks=ranks)), 265000, 37376
+    again = solved_again(before, Lack((capacity_bytes,) * 2, gradients_bytes, 1))
+    assert again is not None
+    assert again.ddp.ranks[0].accumulation_steps == 2
+    for rank in again.ddp.ranks:
+        needed_bytes = ceiling.bytes_at(rank.batch_size) + gradients_bytes
+        assert rank.peak_bytes == needed_bytes < capacity_bytes
+        assert rank.batch_size <= rank.ceiling.batch_size <= (capacity_bytes - gradients_bytes - 75776) // 6208
