@@ -23,6 +23,8 @@ from autosplit import ddp
 from autosplit.ddp.batchnorms import BatchNormWarning
 from autosplit.errors import CheckpointError, InputError
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
+from autosplit.parallel.optimizer_steps import OptimizerStep
+from autosplit.parallel.step_listener import StepListener
 from autosplit.torch_versions import fsdp_groups
 
 SIZES = (1, 7)
@@ -528,6 +530,20 @@ class TestGradients:
         mean_loss(model, list(range(8))).backward()
         for got in found_by(two, "meta"):
             assert relative_error(got, gradient(model)) < 1e-12
+
+
+def test_a_rank_without_samples_runs_every_backward():
+    """FSDP2 gathers parameters in the backward. Without a backward on this rank, the other ranks would wait forever."""
+    parameter = torch.ones((), requires_grad=True)
+    step = OptimizerStep([1.0, 1.0], [0, 0], num_samples=2, num_ranks=2)
+    always = StepListener()
+    always.draw = lambda _is_last: True
+    step.listeners.append(always)
+    ran = []
+    for value in step:
+        step.backward(parameter * value)
+        ran.append(parameter.grad is not None)
+    assert ran == [True, True]
 
 
 @pytest.mark.slow
