@@ -317,7 +317,7 @@ def _to_skypilot(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Expor
     task = skypilot_task(machines_of(plan, _Start.of(plan).machines), file.absolute())
     notes.append(
         f"{SCRIPT} is a placeholder for your script in the working directory, and {REQUIREMENTS} for the list of its "
-        "packages. The list must name autosplit, by a path or a repository from which pip can install it."
+        "packages. List autosplit there, with its path or its repository."
     )
     if "resources" in task:
         notes.append("Check the GPU's name with sky show-gpus.")
