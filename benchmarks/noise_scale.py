@@ -20,7 +20,7 @@ from answer import of_this_run, put
 from torch import nn
 
 import autosplit
-from autosplit.parallel.optimizer_steps import steps
+from autosplit.parallel.epoch_steps import steps
 from autosplit.plan.goodput import Goodput
 from autosplit.plan.plan import Plan
 

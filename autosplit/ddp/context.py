@@ -32,8 +32,9 @@ from autosplit.parallel.batch_counts import Count
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
 from autosplit.parallel.effective_batch import compared
+from autosplit.parallel.epoch_steps import Steps, checked, steps
 from autosplit.parallel.oom_cuts import cuts_for
-from autosplit.parallel.optimizer_steps import OptimizerStep, checked, steps
+from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combined_scope, refuse_ranks_without_samples
 from autosplit.parallel.rebuilt_loader import loader_around
 from autosplit.parallel.step_listener import NoiseEstimate, StepListener, checked_estimate
@@ -264,8 +265,8 @@ class Context(CheckpointMethods):
         noise_scale: NoiseEstimate | None = None,
         device: torch.device | str | int | None = None,
         rebalance: Literal["off", "auto"] = "off",
-    ) -> Iterator[OptimizerStep]:
-        """Yield the optimizer steps of one epoch of this rank's loader.
+    ) -> Steps:
+        """Return the optimizer steps of one epoch of this rank's loader.
 
             for step in ctx.steps(loader, device=ctx.device):
                 for inputs, targets in step:
@@ -278,10 +279,11 @@ class Context(CheckpointMethods):
         a step early, your `zero_grad` clears its gradients. With FSDP2, the next step clears the remaining gradients.
 
         Args:
-            loader: A ``DataLoader`` with this context's `batch_sampler`. Its batches are not examined. Or another
-                loader of this rank's own batches, such as an iterable data set that is cut by rank. The micro-batches
-                of a step are then buffered until the ranks exchange their numbers of samples. All ranks end with
-                the shortest loader.
+            loader: A ``DataLoader`` with this context's `batch_sampler`. Its batches are not examined. For a progress
+                bar, write ``tqdm(ctx.steps(loader))``, because tqdm(loader) hides the sampler. Or another loader of
+                this rank's own batches, such as an iterable data set that is cut by rank. The micro-batches of a step
+                are then buffered until the ranks exchange their numbers of samples. All ranks end with the shortest
+                loader.
             count: Returns the divisor of a batch's mean loss, if the divisor is not the number of samples: an int
                 (labels without padding) or a float (the sum of the class weights of its labels).
             loss_scope: ``"ranks"`` if the loss divides by a number summed over all ranks, as in DETR. With several
@@ -300,14 +302,15 @@ class Context(CheckpointMethods):
                 starts its workers again after a change.
 
         Returns:
-            The optimizer steps. Iterate each to its end.
+            The optimizer steps. Iterate each to its end. `len()` returns their number if the loader has this
+            context's `batch_sampler`.
 
         Raises:
-            InputError: The batch sampler belongs to another rank or plan, or the loader draws the whole data set on
-                each rank. ``"cut"`` and ``"auto"`` do not support models that synchronise in the forward
-                (SyncBatchNorm, `shard`). ``"auto"`` needs a `batch_sampler` or `loader` of this context.
+            InputError: The batch sampler belongs to another rank or plan, or is hidden in another iterable. The loader
+                draws the whole data set on each rank. ``"cut"`` and ``"auto"`` do not support models that synchronise
+                in the forward (SyncBatchNorm, `shard`). ``"auto"`` needs a `batch_sampler` or `loader` of this context.
                 `noise_scale` does not support models that are sharded or have a communication hook. While iterating:
-                the ranks' settings differ, a step was left unfinished, or a batch has no tensor to count.
+                the ranks' settings or gradients differ, a step was left unfinished, or a batch has no tensor to count.
 
         Warns:
             CutWarning: This rank cut a micro-batch for the first time. The message has the cause and advice.
@@ -338,7 +341,7 @@ class Context(CheckpointMethods):
         if not isinstance(sampler, ScheduledBatchSampler):
             made = self._foreign_steps(loader, count=count, spans_ranks=spans_ranks)
             made = checked(made, cuts, **estimate, reads_loss=count is None and not spans_ranks)
-            return self._synchronised(made, settings, watches=loss_scope is None)
+            return Steps(self._synchronised(made, settings, watches=loss_scope is None), None)
         if sampler.rank_slice not in (self._slices if can_switch else [self._slice]):
             raise InputError(
                 f"The loader's batch sampler is a {type(sampler).__name__} for another rank or plan. Expected rank "
@@ -350,7 +353,8 @@ class Context(CheckpointMethods):
         given: Any = {"over_ranks": over_ranks, "spans_ranks": spans_ranks, "cuts": cuts, **estimate}
         begin = partial(self._begun, loader, sampler, count=count, **given)
         made = self._slow_ranks.switching(begin(), sampler, self._follow, begin)
-        return self._synchronised(made, settings, watches=loss_scope is None, rebalances=rebalance == "auto")
+        made = self._synchronised(made, settings, watches=loss_scope is None, rebalances=rebalance == "auto")
+        return Steps(made, sampler)
 
     def _foreign_steps(self, loader: Any, *, count: Count | None, spans_ranks: bool) -> Iterator[OptimizerStep]:
         if self.world_size > 1 and draws_everything(loader):

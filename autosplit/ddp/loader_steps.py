@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from autosplit.ddp.device import exchange_device, gathered
 from autosplit.errors import InputError, warn_user
 from autosplit.parallel.batch_counts import Count, check_loader, count_samples, counted, tidy
+from autosplit.parallel.hidden_sampler import UnscheduledBatches
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.parallel.rank_scope import normalised_over_ranks, refuse_ranks_without_samples, refuse_uncounted_scope
 from autosplit.parallel.step_listener import Sums
@@ -82,7 +83,7 @@ def foreign_steps(
     check_loader(loader)
     if spans_ranks:
         refuse_uncounted_scope(micro_steps, count)
-    batches = iter(loader)
+    batches = UnscheduledBatches(loader)
     for index in itertools.count():
         held = list(itertools.islice(batches, micro_steps))
         sizes = [counted(count or count_samples, batch) if has_share else 0 for batch in held]

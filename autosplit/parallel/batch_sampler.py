@@ -13,6 +13,7 @@ from torch.utils.data import Sampler
 
 from autosplit.errors import InputError, shown, warn_user
 from autosplit.parallel.awaited_update import LoopWithoutSteps
+from autosplit.parallel.hidden_sampler import Draws, begin_draws
 from autosplit.solve.split import accumulation_steps, micro_batch_sizes, short_split, whole_number
 
 
@@ -287,10 +288,18 @@ class ScheduledBatchSampler(Sampler[list[int]]):
 
     def begin_epoch(self) -> None:
         """Advance to the next epoch if this one is consumed and `set_epoch` was not called."""
-        if not self._is_chosen and 0 < sum(step.num_samples for step in self.schedule) <= self.samples_consumed:
-            self._go_to(self.epoch + 1)
+        self._go_to(self._next_epoch())
         self._is_chosen = False
         self._detects_updates = self._is_in_steps = True
+
+    def _next_epoch(self) -> int:
+        is_over = 0 < sum(step.num_samples for step in self.schedule) <= self.samples_consumed
+        return self.epoch + (is_over and not self._is_chosen)
+
+    def steps_ahead(self) -> int:
+        """Return the number of optimizer steps in the next iteration by `steps`."""
+        epoch = self._next_epoch()
+        return len(self._schedule_of_epoch(epoch)) - (self._start_step if epoch == self.epoch else 0)
 
     def consume(self, num_samples: int, has_updated: Callable[[], bool]) -> None:
         """Count the samples of an optimizer step whose last backward has run.
@@ -354,18 +363,25 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         order = self._order(self.epoch)
         accumulation = accumulation_steps(self.effective_batch_size, self.batch_size)
         loop = None if self._is_in_steps or accumulation == 1 else LoopWithoutSteps()
-        self._is_in_steps = False
+        draws = self._draws_outside_steps()
         for number, step in enumerate(self.schedule[start_step:], start_step):
             if loop is not None:
                 loop.steps_begun += 1
             first = number * self.effective_batch_size
-            part = order[first : first + step.num_samples]
-            indices = part.tolist() if isinstance(part, torch.Tensor) else [*part]
+            drawn = order[first : first + step.num_samples]
+            indices = drawn.tolist() if isinstance(drawn, torch.Tensor) else [*drawn]
             sizes = micro_batch_sizes(step.num_samples, self.batch_size)
             for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
-                yield self.rank_slice.part_of(indices[end - size : end])
+                part = self.rank_slice.part_of(indices[end - size : end])
+                if draws is not None:
+                    draws.add(len(part))
+                yield part
                 if loop is not None and loop.is_wrong(accumulation):
                     loop = None
+
+    def _draws_outside_steps(self) -> Draws | None:
+        is_in_steps, self._is_in_steps = self._is_in_steps, False
+        return None if is_in_steps else begin_draws(self)
 
     def _order(self, epoch: int) -> Sequence[int] | torch.Tensor:
         if not self.shuffle:

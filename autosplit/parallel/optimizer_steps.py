@@ -1,4 +1,4 @@
-"""Iterate over an epoch by optimizer steps of exactly E samples, and over the micro-batches of each step.
+"""Run one optimizer step of exactly E samples, micro-batch by micro-batch.
 
 Each micro-batch's mean loss is weighted by its fraction of the step's samples. So the gradient is exact. A
 `BalancedDataParallel` keeps its replicas until the last micro-batch of a step.
@@ -6,8 +6,7 @@ Each micro-batch's mean loss is weighted by its fraction of the step's samples. 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,26 +16,10 @@ import torch
 from autosplit.errors import InputError
 from autosplit.parallel.accumulation import Accumulation, WatchedParameter
 from autosplit.parallel.awaited_update import AwaitedUpdate, updates_so_far
-from autosplit.parallel.batch_counts import Count, check_loader, count_samples, counted, let_go
-from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.loss_weights import require_one_number
 from autosplit.parallel.moved_batch import to_device
 from autosplit.parallel.oom_cuts import Attempt, Cuts, Part
-from autosplit.parallel.rank_scope import (
-    OverRanks,
-    normalised_over_ranks,
-    refuse_ranks_without_samples,
-    refuse_uncounted_scope,
-)
-from autosplit.parallel.step_listener import (
-    Consumption,
-    LossReader,
-    NoiseEstimate,
-    StepListener,
-    Sums,
-    checked_estimate,
-)
-from autosplit.solve.split import accumulation_steps, micro_batch_sizes, whole_number
+from autosplit.parallel.step_listener import NoiseEstimate, StepListener
 
 _MISSING = object()
 
@@ -338,153 +321,3 @@ class OptimizerStep:
 
     def _place(self) -> str:
         return f"micro-batch {self._drawn} of {len(self)} in optimizer step {self.index}"
-
-
-def steps(
-    loader: Iterable[Any],
-    *,
-    batch_size: int,
-    effective_batch_size: int,
-    count: Count | None = None,
-    over_ranks: OverRanks | None = None,
-    spans_ranks: bool = False,
-    cuts: Cuts | None = None,
-    noise_scale: NoiseEstimate | None = None,
-    sums_over_ranks: Callable[[Sums], Sums] | None = None,
-    device: torch.device | str | int | None = None,
-) -> Iterator[OptimizerStep]:
-    """Yield the optimizer steps of one epoch of a loader. See `Plan.steps`.
-
-    If the loader has a `ScheduledBatchSampler`, its schedule gives the sizes, and batches are not examined. With other
-    loaders, batches are buffered until they have `effective_batch_size` samples or the loader ends, because the weights
-    depend on the total. If `count` is given, a step of such a loader has ``accumulation_steps(effective_batch_size,
-    batch_size)`` micro-batches.
-
-    Args:
-        over_ranks: Sums each number of a list over the ranks. Needed for `count` if the loader yields one rank's part.
-        spans_ranks: Whether losses are already normalised over all ranks. See `normalised_over_ranks`.
-        sums_over_ranks: Adds up the ranks' sums of gradient norms. None in a single process.
-    """
-    check_loader(loader)
-    batch_size = whole_number("batch_size", batch_size, minimum=1)
-    effective_batch_size = whole_number("effective_batch_size", effective_batch_size, minimum=1)
-    if count is not None and not callable(count):
-        raise InputError(
-            f"count is {count!r}. Expected a function of a batch. Pass a function, or leave count out.",
-            code="count-not-callable",
-        )
-    sampler = getattr(loader, "batch_sampler", None)
-    if isinstance(sampler, ScheduledBatchSampler):
-        sampler.check_sizes(batch_size, effective_batch_size)
-        sampler.check_dataset(getattr(loader, "dataset", None))
-        if count is not None and over_ranks is None and sampler.rank_slice.num_ranks > 1:
-            raise InputError(
-                f"count is given, but the loader's batch sampler is for one of {sampler.rank_slice.num_ranks} "
-                "ranks. plan.steps does not know the counts of the other ranks. Use ctx.steps(loader, count=...).",
-                code="count-on-one-rank",
-            )
-        made = _scheduled_steps(loader, sampler, count, over_ranks or list, spans_ranks)
-    elif count is not None:
-        made = _held_steps(loader, count, most_batches=accumulation_steps(effective_batch_size, batch_size))
-    else:
-        made = _held_steps(loader, count_samples, enough=effective_batch_size)
-    reads = count is None and not spans_ranks
-    return checked(made, cuts, noise_scale, sums_over_ranks, reads_loss=reads, device=device)
-
-
-def checked(
-    made: Iterator[OptimizerStep],
-    cuts: Cuts | None = None,
-    noise_scale: NoiseEstimate | None = None,
-    sums_over_ranks: Callable[[Sums], Sums] | None = None,
-    *,
-    reads_loss: bool = False,
-    device: torch.device | str | int | None = None,
-) -> Iterator[OptimizerStep]:
-    """Set `cuts`, `noise_scale` and `device` on each step, and yield it. Raise InputError if a step is left unfinished.
-
-    Args:
-        reads_loss: Whether to warn if the first step's loss is not a mean over samples.
-    """
-    checked_estimate(noise_scale)
-    for step in made:
-        step.cuts, step.noise_scale, step.device = cuts, noise_scale, device
-        if reads_loss:
-            reads_loss = False
-            step.listeners.append(LossReader())
-        if noise_scale is not None:
-            step.listeners.append(noise_scale.begin_step(sums_over_ranks))
-        yield step
-        step.check_finished()
-
-
-def _scheduled_steps(
-    loader: Iterable[Any],
-    sampler: ScheduledBatchSampler,
-    count: Count | None,
-    over_ranks: OverRanks,
-    spans_ranks: bool = False,
-) -> Iterator[OptimizerStep]:
-    num_ranks = sampler.rank_slice.num_ranks
-    if spans_ranks:
-        refuse_uncounted_scope(max((len(one.micro_batch_sizes) for one in sampler.schedule), default=0), count)
-        refuse_ranks_without_samples(
-            *over_ranks([sum(not size for one in sampler.schedule for size in one.micro_batch_sizes)])
-        )
-    sampler.begin_epoch()
-    start_step = sampler.start_step  # read it before iter(), because workers then start to draw and reset it
-    schedule = sampler.schedule
-    sampler.samples_consumed = sum(step.num_samples for step in schedule[:start_step])
-    batches = iter(loader)
-    for index, step in enumerate(schedule[start_step:], start_step):
-        drawn: Iterator[Any] = batches
-        sizes: list[float] = [*step.micro_batch_sizes]
-        total: float = step.num_samples
-        if spans_ranks and count is None:
-            sizes, total = normalised_over_ranks(micro_batch_sizes(step.num_samples, sampler.batch_size), num_ranks)
-        if count is not None:
-            held = list(itertools.islice(batches, len(step.micro_batch_sizes)))
-            # A rank without samples runs a sample of another rank with weight 0, so its count is 0.
-            parts = zip(held, step.micro_batch_sizes, strict=False)
-            sizes = [counted(count, batch) if samples else 0 for batch, samples in parts]
-            sizes += [0] * (len(step.micro_batch_sizes) - len(held))
-            if spans_ranks:
-                sizes, total = normalised_over_ranks(over_ranks(sizes), num_ranks)
-            else:
-                (total,) = over_ranks([sum(sizes)])
-            drawn = let_go(held)
-        made = OptimizerStep(
-            drawn,
-            sizes,
-            index=index,
-            num_samples=total,
-            num_ranks=num_ranks,
-            samples=step.micro_batch_sizes,
-            splits=step.splits,
-        )
-        made.listeners.append(Consumption(sampler, step.num_samples, made.awaited))
-        yield made
-        sampler.settle()
-    # Draw past the end, so that the loader's workers can shut down normally.
-    if next(batches, _MISSING) is not _MISSING:
-        raise InputError(
-            "The loader returned more batches than its sampler planned. Expected one batch per micro-batch. Pass a "
-            "loader that does not repeat or add batches.",
-            code="loader-too-long",
-        )
-
-
-def _held_steps(
-    loader: Iterable[Any], count: Count, *, most_batches: int | None = None, enough: int | None = None
-) -> Iterator[OptimizerStep]:
-    held: list[Any] = []
-    sizes: list[float] = []
-    index = 0
-    for batch in loader:
-        held.append(batch)
-        sizes.append(counted(count, batch))
-        if len(held) == most_batches or (enough is not None and sum(sizes) >= enough):
-            yield OptimizerStep(let_go(held), sizes, index=index)
-            held, sizes, index = [], [], index + 1
-    if held:
-        yield OptimizerStep(let_go(held), sizes, index=index)

@@ -94,9 +94,13 @@ class TokenBatchSampler(ScheduledBatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         start_step, self._start_step = self._start_step, 0  # used at the first draw, as in ScheduledBatchSampler
+        draws = self._draws_outside_steps()
         for step in self._of_epoch(self.epoch)[0][start_step:]:
             for batch in step:
-                yield batch if self._rank is None else self._part_of(batch, self._rank)
+                part = batch if self._rank is None else self._part_of(batch, self._rank)
+                if draws is not None:
+                    draws.add(len(part))
+                yield part
 
     def _part_of(self, batch: list[int], rank: int) -> list[int]:
         ends = [0, *itertools.accumulate(self._shares_of(batch))]

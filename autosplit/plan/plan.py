@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from autosplit.parallel.balanced import BalancedDataParallel
     from autosplit.parallel.batch_sampler import ScheduledBatchSampler
-    from autosplit.parallel.optimizer_steps import OptimizerStep
+    from autosplit.parallel.epoch_steps import Steps
     from autosplit.parallel.step_listener import NoiseEstimate
     from autosplit.parallel.token_sampler import TokenBatchSampler
     from autosplit.plan.exported import Export
@@ -357,7 +357,7 @@ class Plan(PlanRecord):
         on_oom: Literal["raise", "cut"] = "raise",
         noise_scale: NoiseEstimate | None = None,
         device: torch.device | str | int | None = None,
-    ) -> Iterator[OptimizerStep]:
+    ) -> Steps:
         """Group the batches of a loader into optimizer steps. Each step is an iterable of its micro-batches.
 
             for step in plan.steps(loader):
@@ -371,7 +371,8 @@ class Plan(PlanRecord):
         device.
 
         Args:
-            loader: A DataLoader with the plan's `batch_sampler`, or any iterable of batches.
+            loader: A DataLoader with the plan's `batch_sampler`, or any iterable of other batches. For a progress bar,
+                write ``tqdm(plan.steps(loader))``, because tqdm(loader) hides the sampler.
             count: Function that returns the divisor of a batch's mean loss, if it is not the number of samples.
                 Example: the number of labels that are not padding, or a tensor with the sum of the labels' class
                 weights. A batch with a count of 0 contributes nothing.
@@ -386,9 +387,12 @@ class Plan(PlanRecord):
                 several devices, the inputs of all devices then occupy memory on this device. Default: batches are not
                 moved.
 
+        Returns:
+            The optimizer steps. `len()` returns their number if the loader has the plan's `batch_sampler`.
+
         Raises:
-            InputError: While iterating, with `noise_scale`: the first step has a single micro-batch, or reentrant
-                checkpointing hides parameters.
+            InputError: While iterating: the loader hides a plan's batch sampler. With `noise_scale`: the first step
+                has a single micro-batch, or reentrant checkpointing hides parameters.
 
         Warns:
             CutWarning: A micro-batch was cut for the first time. The warning has the reason and advice.
@@ -396,8 +400,8 @@ class Plan(PlanRecord):
         """
         from autosplit.parallel.batch_sampler import ScheduledBatchSampler
         from autosplit.parallel.effective_batch import compared
+        from autosplit.parallel.epoch_steps import Steps, steps
         from autosplit.parallel.oom_cuts import cuts_for
-        from autosplit.parallel.optimizer_steps import steps
 
         note = partial(add_note_to_file, self)
         cuts = cuts_for(loader, on_oom, dim=self.batch_dim, least=least_share(self), count=count, note=note)
@@ -414,7 +418,7 @@ class Plan(PlanRecord):
         # `steps` already compares the sizes.
         if count is not None or isinstance(getattr(loader, "batch_sampler", None), ScheduledBatchSampler):
             return made
-        return compared(made, self.effective_batch_size)
+        return Steps(compared(made, self.effective_batch_size), None)
 
     @contextmanager
     def budgets(self) -> Iterator[Tracker]:

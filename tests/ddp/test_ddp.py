@@ -41,7 +41,8 @@ from autosplit import ddp
 from autosplit.ddp.batchnorms import BatchNormWarning, doubt_batchnorms
 from autosplit.errors import CheckpointError, DeviceError, InputError, PlanError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
-from autosplit.parallel.optimizer_steps import OptimizerStep, steps
+from autosplit.parallel.epoch_steps import steps
+from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan
 from autosplit.solve.split import short_split

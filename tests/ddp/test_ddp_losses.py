@@ -315,7 +315,7 @@ def test_class_weights_without_a_count_are_warned_of_once(ranks):
 
 @pytest.mark.parametrize("count", [math.nan, math.inf, -0.5, True, "3", None, torch.ones(2), torch.tensor(True)])
 def test_a_count_has_to_be_a_number(count):
-    from autosplit.parallel.optimizer_steps import steps
+    from autosplit.parallel.epoch_steps import steps
 
     with pytest.raises(InputError, match=r"count\(batch\) returned"):
         next(steps([0], batch_size=4, effective_batch_size=8, count=lambda _: count))

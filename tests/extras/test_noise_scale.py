@@ -16,7 +16,7 @@ from torch import nn
 from autosplit.errors import InputError
 from autosplit.extras.noise_scale import NoiseScale
 from autosplit.parallel.balanced import BalancedDataParallel
-from autosplit.parallel.optimizer_steps import steps
+from autosplit.parallel.epoch_steps import steps
 
 SIZES = st.lists(st.integers(1, 500), min_size=2, max_size=6)
 

@@ -11,7 +11,7 @@ from ddp_jobs import NUM_SAMPLES, make_model, mean_loss, weights
 from torch.utils.data import DataLoader
 
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
-from autosplit.parallel.optimizer_steps import steps
+from autosplit.parallel.epoch_steps import steps
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),

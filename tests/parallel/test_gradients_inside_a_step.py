@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import InputError
 from autosplit.parallel.balanced import BalancedDataParallel
-from autosplit.parallel.optimizer_steps import steps
+from autosplit.parallel.epoch_steps import steps
 from autosplit.runtime.memory_tracker import Tracker
 
 BATCHES = (8, 8, 8, 8, 3)

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autosplit.errors import InputError
 from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.parallel.epoch_steps import steps
 from autosplit.parallel.oom_cuts import Cuts, CutWarning, Part
-from autosplit.parallel.optimizer_steps import steps
 from autosplit.plan.plan import Plan
 
 

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from autosplit.errors import InputError
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.batch_sampler import LeftOutWarning, ScheduledBatchSampler, StepSchedule
-from autosplit.parallel.optimizer_steps import OptimizerStep, steps
+from autosplit.parallel.epoch_steps import steps
+from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.solve.split import micro_batch_sizes
 
 NUM_SAMPLES = 23

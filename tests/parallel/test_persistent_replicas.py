@@ -26,7 +26,7 @@ from autosplit.errors import InputError
 from autosplit.oom import OutOfMemoryError
 from autosplit.parallel.accumulation import Accumulation, current_accumulation
 from autosplit.parallel.balanced import BalancedDataParallel
-from autosplit.parallel.optimizer_steps import steps
+from autosplit.parallel.epoch_steps import steps
 from autosplit.parallel.parallel_apply import _outputs_of_gpus
 from autosplit.parallel.persistent_replicas import KeptReplicas
 from autosplit.parallel.tensor_copies import GpuCopies

@@ -25,7 +25,7 @@ import autosplit
 from autosplit.cli import check_report
 from autosplit.cli.main import main
 from autosplit.errors import UserCodeError, WorkloadError
-from autosplit.parallel.optimizer_steps import steps
+from autosplit.parallel.epoch_steps import steps
 from autosplit.plan.plan import Plan
 from autosplit.probe import gradient_check, gradient_runs
 from autosplit.probe.check_result import Check, error_text, is_count_expression
