@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
@@ -15,15 +16,17 @@ from torch.utils.data import DataLoader
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.ddp.agreement import require_equal_settings, settings_of
 from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised
-from autosplit.ddp.bypassed_wrappers import BypassWatch, warn_of_unwrapped
 from autosplit.ddp.checkpoint import CheckpointMethods
+from autosplit.ddp.equal_gradients import EqualGradients
 from autosplit.ddp.find_plan import hint_for_size
 from autosplit.ddp.fsdp import Layers, begin_step, refuse_options, shard
 from autosplit.ddp.gradient_average import refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
 from autosplit.ddp.loader_steps import draws_everything, foreign_steps, refuse_hook, sums_over_ranks, totals_over_ranks
 from autosplit.ddp.loss_collectives import LossCollectives
+from autosplit.ddp.progress import Progress
 from autosplit.ddp.rank_gather import Gathered, gather_rows
+from autosplit.ddp.rank_model import RankModel
 from autosplit.ddp.rank_models import Models, Ranks
 from autosplit.ddp.rebalance import refuse_rebalance
 from autosplit.ddp.slow_ranks import SlowRanks
@@ -46,14 +49,18 @@ from autosplit.solve.split import accumulation_steps
 
 
 class Context(CheckpointMethods):
-    """Give one rank its part of a plan. `autosplit.ddp.setup` creates the context. All arguments are attributes, too.
+    """Give one rank its part of a plan. `autosplit.ddp.setup` creates the context.
 
     Args:
         plan: The plan of the whole job.
         rank: The rank of this process, from 0.
         device: The device of this rank.
+        progress: Records the rank's place, for errors. Only `autosplit.ddp.setup` passes it.
 
     Attributes:
+        plan: The plan of the whole job.
+        rank: The rank of this process.
+        device: The device of this rank.
         world_size: The number of processes of the job.
         settings: The plan's settings for this rank.
         batch_size: Samples per forward over all ranks.
@@ -61,17 +68,18 @@ class Context(CheckpointMethods):
             match its accumulation steps, this is `batch_size` times the accumulation steps.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
+    def __init__(self, plan: Plan, rank: int, device: torch.device, progress: Progress | None = None) -> None:
         self.rank = rank
         self.world_size = len(plan.ddp.ranks)
         self.device = device
+        self._progress = progress or Progress(rank, self.world_size, math.inf)
         self._slices: list[RankSlice] = []
         self._follow(plan)
         self.effective_batch_size = _effective_batch_size(plan, self.batch_size)
         self._slow_ranks = SlowRanks(rank, self.world_size, device)
         self._models = Models()
         self._loop: object = None
-        self._has_watched = False
+        self._equal_gradients = EqualGradients(self._models, device)
         self._step: weakref.ref[OptimizerStep] | None = None
 
     def _follow(self, plan: Plan) -> None:
@@ -128,7 +136,7 @@ class Context(CheckpointMethods):
         if is_accelerator(self.device.type):
             kwargs.setdefault("device_ids", [self.device.index])
         kwargs = {**self.plan.ddp.options.keywords(), **kwargs}
-        wrapped = DistributedDataParallel(moved(model, self.device), **kwargs)
+        wrapped = RankModel(moved(model, self.device), **kwargs)
         let_go_of_group_last(wrapped)
         self._models.wrapped[wrapped] = None
         self._models.meet_always |= has_synchronised(model)
@@ -455,33 +463,30 @@ class Context(CheckpointMethods):
         The ranks compare their settings before the first step, because the user may call `set_epoch` after `steps`.
         Do not use DDP's `no_sync`. After an exception it would stay open, so no later step would be synchronised.
         """
+        self._progress.begin_loop()
         require_equal_settings(settings())
-        if self.world_size > 1 and not (self._models.wrapped or self._models.sharded):
-            warn_of_unwrapped()
         self._loop = loop = object()
         self._slow_ranks.begin_loop()
-        # FSDP2 models run collectives in the forward, which do not belong to the loss.
-        watched = LossCollectives(self._models.wrapped if watches and not self._models.sharded else ())
+        self._equal_gradients.begin_loop()
         try:
             for step in made:
                 self._models.synchronise(True)
                 for model in self._models.sharded:
                     begin_step(model)
                 mine: list[StepListener] = [Ranks(self._models, apart=step.cuts is not None)]
+                if self.world_size > 1:
+                    mine += [self._equal_gradients, self._progress, self._slow_ranks]
+                    self._progress.begin_step(step.index)
                 if watches:
                     watches = False
-                    mine.append(watched)
-                if step.cuts is None and self.world_size > 1 and not self._has_watched:
-                    self._has_watched = True
-                    mine.append(BypassWatch(self._models.wrapped))
-                step.listeners[:0] = [*mine, self._slow_ranks] if self.world_size > 1 else mine
+                    mine.append(LossCollectives())
+                step.listeners[:0] = mine
                 self._step = weakref.ref(step)
+                self._equal_gradients.begin_step(step.index)
                 self._slow_ranks.begin_step()
                 yield step
-                watched.end()
                 self._slow_ranks.end_step(self.plan, self.effective_batch_size, rebalances=rebalances)
         finally:
-            watched.end()
             # If this generator is closed late, a newer loop may already run. Do not change the newer loop's flag.
             if self._loop is loop:
                 self._models.synchronise(True)

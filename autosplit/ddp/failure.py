@@ -2,7 +2,7 @@
 
 Note [How ranks wait]
 ~~~~~~~~~~~~~~~~~~~~~
-A rank that waits for another is blocked in a collective until the group's timeout (10 minutes with NCCL, 30 with gloo).
+A rank that waits for another is blocked in a collective until the group's timeout (10 minutes).
 So a second thread of each rank listens on a connection to rank 0 (`failure_channel`), and aborts the collective if a
 rank fails. For example, rank 1 of three raises an error while the others are in an all-reduce:
 
@@ -85,6 +85,7 @@ class Watch:
 
     Attributes:
         on_missing: Called with the number of a collective that another rank does not join, or with "" if a rank failed.
+        on_sign: Called every few seconds.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -99,6 +100,7 @@ class Watch:
         self._heard = threading.Event()
         self._sockets: Mapping[int, str] = {}
         self.on_missing: Callable[[str], None] = lambda _number: None
+        self.on_sign: Callable[[], None] = lambda: None
         self._last_resort: threading.Timer | None = None
 
     @property
@@ -175,7 +177,7 @@ class Watch:
     def _failure_behind(self, error: BaseException) -> Word | None:
         if not isinstance(error, Exception) or isinstance(error, RankFailedError):
             return None  # Ctrl-C, or an inner context has found the cause
-        broken_off = _is_broken_off(error)
+        broken_off = is_broken_off(error)
         if isinstance(error, AutosplitError) and not broken_off:
             return None  # most of these are raised by all ranks together
         return self._verdict() if broken_off and self._thread is not None else self._failed
@@ -223,17 +225,18 @@ class Watch:
                 signed = now
                 self._line.send(Word("sign", self._rank), but=self._silent)  # the buffers of silent ranks would fill up
             self._look_for_silence(self._line, now)
+            self.on_sign()
 
     def _look_for_silence(self, line: Line, now: float) -> None:
         heard = line.silent_since()
         silent = {rank for rank, heard_s in heard.items() if now > heard_s + _SILENT_S}
         for rank in sorted(silent - self._silent):
-            _print(
+            print_line(
                 f"autosplit: rank {rank} has sent nothing for {_SILENT_S:.0f} s. Its process can't run, or it is "
                 "stopped (SIGSTOP, Ctrl-Z, a debugger). The other ranks are waiting for it."
             )
         for rank in sorted(self._silent & heard.keys() - silent):
-            _print(f"autosplit: rank {rank} sends again")
+            print_line(f"autosplit: rank {rank} sends again")
         self._silent = silent
 
     def _take(self, line: Line, word: Word) -> None:
@@ -263,7 +266,7 @@ class Watch:
         assert self._failed is not None, "`_take` set it"
         if self._failed.rank != self._rank and not self._left:
             # Print now, because torchrun may end this rank before it prints a traceback.
-            _print(f"autosplit: {self._message(self._failed)}")
+            print_line(f"autosplit: {self._message(self._failed)}")
         in_vain = f"Rank {self._rank} did not leave autosplit.ddp.setup within {GRACE_S:.0f} s"
         self._last_resort = threading.Timer(GRACE_S, end_process, (f"{self._message(self._failed)}. {in_vain}",))
         self._last_resort.daemon = True
@@ -275,7 +278,7 @@ class Watch:
 
 def end_process(why: str) -> None:
     """Print the reason and kill this process."""
-    _print(f"autosplit: {why}, so its process is killed")
+    print_line(f"autosplit: {why}, so its process is killed")
     os._exit(1)
 
 
@@ -292,7 +295,8 @@ def _unwatched(what: str) -> Iterator[None]:
         )
 
 
-def _is_broken_off(error: BaseException) -> bool:
+def is_broken_off(error: BaseException) -> bool:
+    """Return whether a collective failed, because another rank ended or did not join it in time."""
     return any(
         isinstance(link, dist.DistError) or (isinstance(link, RuntimeError) and _BROKEN_OFF.search(str(link)))
         for link in causes_of(error, contexts=True)
@@ -302,7 +306,7 @@ def _is_broken_off(error: BaseException) -> bool:
 @contextlib.contextmanager
 def told_if_long(message: str) -> Iterator[None]:
     """Print the message on stderr if the block takes longer than `TOLD_AFTER_S`."""
-    timer = threading.Timer(TOLD_AFTER_S, _print, (f"autosplit: {message}",))
+    timer = threading.Timer(TOLD_AFTER_S, print_line, (f"autosplit: {message}",))
     timer.daemon = True
     timer.start()
     try:
@@ -311,7 +315,8 @@ def told_if_long(message: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _print(text: str) -> None:
+def print_line(text: str) -> None:
+    """Print a line on stderr."""
     with contextlib.suppress(Exception):  # stderr may be closed
         sys.stderr.write(f"{printable(text)}\n")
         sys.stderr.flush()

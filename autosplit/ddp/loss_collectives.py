@@ -1,57 +1,35 @@
-"""Detect a loss that uses collectives. Such a loss may already be normalised over the ranks, as in DETR.
-
-A process group numbers its collectives. Between the draw of a micro-batch and its backward, DistributedDataParallel may
-run collectives around the model's forward (it broadcasts buffers). All other collectives belong to the loss, which the
-loop or the model computes.
-
-    draw    sum the boxes    DDP: buffers    model    log the loss    backward
-    17      18               19              19       20              -         found: (18 - 17) + (20 - 19) = 2
-"""
+"""Detect a loss that uses collectives. Such a loss may already be normalised over the ranks, as in DETR."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import Any
+from contextlib import ExitStack
 
 import torch
-from torch import distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from autosplit.ddp.batchnorms import has_synchronised
+from autosplit.ddp.user_collectives import collectives_so_far, user_collectives
 from autosplit.errors import InputError
 from autosplit.parallel.loss_graph import graph_nodes
 from autosplit.parallel.step_listener import StepListener
-from autosplit.torch_versions import private
 
 
 class LossCollectives(StepListener):
-    """Count the collectives that the ranks run for a loss."""
+    """Count the collectives that the user's code runs between the draw of a micro-batch and its backward.
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._found = 0
-        self._since = _number()
-        self._hooks = [hook for model in models for hook in self._hooks_on(model)]
+    Args:
+        counts: Whether to count them here, because `autosplit.ddp.setup` does not.
+    """
 
-    def _hooks_on(self, model: nn.Module) -> list[Any]:
-        hooks = [model.register_forward_pre_hook(self._pause), model.register_forward_hook(self._go_on)]
-        if isinstance(model, DistributedDataParallel) and not has_synchronised(model):
-            inner = model.module
-            hooks += [inner.register_forward_pre_hook(self._go_on), inner.register_forward_hook(self._pause)]
-        return hooks
-
-    def _pause(self, *_: Any) -> None:
-        number = _number()
-        self._found, self._since = self._found + number - self._since, number
-
-    def _go_on(self, *_: Any) -> None:
-        self._since = _number()
+    def __init__(self, *, counts: bool = False) -> None:
+        self._is_done = False
+        self._counting = ExitStack()
+        if counts:
+            self._counting.enter_context(user_collectives(compares=False))
+        self.begin()
 
     def begin(self) -> None:
         """Start to count the collectives of a micro-batch that was just drawn."""
-        self._found = 0
-        self._go_on()
+        self._before = collectives_so_far()
 
     def draw(self, is_last: bool) -> None:  # noqa: ARG002
         """Start to count the collectives of a micro-batch."""
@@ -61,14 +39,8 @@ class LossCollectives(StepListener):
         """Examine the first loss of a step of `ctx.steps`."""
         self.refuse(loss, weight, "ctx.steps")
 
-    def end(self) -> None:
-        """Remove all hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
     def refuse(self, loss: torch.Tensor, weight: float, where: str) -> None:
-        """Raise InputError if a loss ran a collective, unless its weight is 1 or it gathers with gradients.
+        """Raise InputError if the first loss ran a collective, unless its weight is 1 or it gathers with gradients.
 
         Args:
             where: The function with `loss_scope=`, for the message.
@@ -76,9 +48,9 @@ class LossCollectives(StepListener):
         Raises:
             InputError: The loss may be normalised over the ranks already.
         """
-        self._pause()
-        found = self._found
-        if self._hooks and found > 0 and abs(weight - 1) > 1e-9 and not _gathers(loss):
+        is_done, self._is_done = self._is_done, True
+        self._counting.close()
+        if not is_done and collectives_so_far() > self._before and abs(weight - 1) > 1e-9 and not _gathers(loss):
             raise InputError(
                 "The ranks ran a collective before the backward of a micro-batch's loss. A loss may divide by a sum "
                 f"over the ranks, such as the boxes in DETR. Then its weight of {weight:.3g} would normalise it "
@@ -86,14 +58,6 @@ class LossCollectives(StepListener):
                 "loss_scope='sample'.",
                 code="loss-collective",
             )
-
-
-def _number() -> int:
-    try:
-        count: int = private(dist.group.WORLD, "_get_sequence_number_for_group")()
-    except RuntimeError:
-        return 0
-    return count
 
 
 def _gathers(loss: torch.Tensor) -> bool:

@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
-
 from autosplit.ddp.batchnorms import silenced, uncounted
 from autosplit.ddp.gradient_average import average_gradients, has_graph_to_learn
+from autosplit.ddp.rank_model import RankModel
 from autosplit.parallel.step_listener import StepListener
 
 
@@ -22,7 +21,7 @@ class Models:
         meet_always: Whether every backward of a model has a collective.
     """
 
-    wrapped: weakref.WeakKeyDictionary[DistributedDataParallel, None] = field(default_factory=weakref.WeakKeyDictionary)
+    wrapped: weakref.WeakKeyDictionary[RankModel, None] = field(default_factory=weakref.WeakKeyDictionary)
     sharded: weakref.WeakKeyDictionary[Any, None] = field(default_factory=weakref.WeakKeyDictionary)
     meet_always: bool = False
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 from torch import distributed as dist
@@ -16,6 +17,7 @@ from autosplit.ddp.device import agreed_backend, device_for, told_by_all
 from autosplit.ddp.failure import TOLD_AFTER_S, Watch, abort_group, group_sockets, open_sockets, told_if_long
 from autosplit.ddp.find_plan import plan_for_job
 from autosplit.ddp.other_devices import devices_of_job, own_device, plan_for_devices
+from autosplit.ddp.progress import Progress
 from autosplit.ddp.rendezvous import (
     Place,
     explain_loopback,
@@ -23,15 +25,17 @@ from autosplit.ddp.rendezvous import (
     meeting_place,
     place_here,
 )
-from autosplit.ddp.unequal_gathers import unequal_gathers_refused
-from autosplit.errors import PlanError
+from autosplit.ddp.user_collectives import user_collectives
+from autosplit.errors import InputError, PlanError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import without_notes
 from autosplit.plan.torchrun import PLAN_VARIABLE
 
 
 @contextmanager
-def setup(profile: Plan | str | os.PathLike[str] | None = None, *, elastic: bool = False) -> Iterator[Context]:
+def setup(
+    profile: Plan | str | os.PathLike[str] | None = None, *, elastic: bool = False, timeout_s: float = 600.0
+) -> Iterator[Context]:
     """Join the DDP job as the rank that torchrun or Slurm gave this process, with the plan's settings.
 
         with autosplit.ddp.setup("plan.json") as ctx:  # torchrun --nproc-per-node 2 train.py
@@ -55,6 +59,9 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None, *, elastic: bool
         elastic: Whether the job may have other devices than the plan. If it has, the plan is solved again from its
             measured times for the devices that are there, with the same samples per optimizer step. Every kind of
             device must be in the plan. `ctx.plan` is the plan in use. See `torchrun --nnodes 1:4`.
+        timeout_s: The longest time in seconds that a rank waits for the others in a collective. Then its error names
+            the place of each rank, and the job ends. Increase it if one rank works alone for longer, for example in
+            an evaluation. It does not apply to a process group that exists already.
 
     Yields:
         The rank's `Context`.
@@ -66,11 +73,15 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None, *, elastic: bool
         DeviceError: The plan is for simulated GPUs, or this rank's device does not exist.
         InputError: A variable of torchrun or Slurm is missing or wrong. Or a machine resolves its own name to an
             address that the other machines cannot reach.
-        RankFailedError: Another rank failed. Raised at the end of the block.
+        RankFailedError: Another rank failed, or a collective timed out. Raised at the end of the block.
 
     Warns:
         UnwatchedWarning: The separate connection to rank 0 failed, so failures of ranks are not detected.
     """
+    if not timeout_s > 0:
+        raise InputError(
+            f"timeout_s is {timeout_s!r}. Expected seconds above 0. Leave timeout_s out for 600.", code="timeout-range"
+        )
     place = place_here()
     plan, _ = plan_for_job(profile, None if elastic else place.world_size)
     store = None
@@ -89,11 +100,13 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None, *, elastic: bool
     if is_accelerator(device.type):
         backend(device.type).set_device(device)  # NCCL sends from the current device
     watch = Watch(place.rank, place.world_size)
-    ctx = Context(plan, place.rank, device)
+    progress = Progress(place.rank, place.world_size, timeout_s)
+    watch.on_sign = progress.print_if_late
+    ctx = Context(plan, place.rank, device, progress)
     try:
-        with _process_group(place, watch, ctx, store) as sockets:
+        with _process_group(place, watch, ctx, store, progress, timeout_s) as sockets:
             watch.begin(sockets)
-            with watch.telling(), unequal_gathers_refused():
+            with watch.telling(), progress.explained(), user_collectives(compares=True):
                 agree_on(plan, place.rank)
                 yield ctx
     finally:
@@ -101,7 +114,9 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None, *, elastic: bool
 
 
 @contextmanager
-def _process_group(place: Place, watch: Watch, ctx: Context, store: Any) -> Iterator[Mapping[int, str]]:
+def _process_group(
+    place: Place, watch: Watch, ctx: Context, store: Any, progress: Progress, timeout_s: float
+) -> Iterator[Mapping[int, str]]:
     if dist.is_initialized():
         yield {}
         return
@@ -109,10 +124,13 @@ def _process_group(place: Place, watch: Watch, ctx: Context, store: Any) -> Iter
     with _joining(place):
         chosen = agreed_backend(store, place, ctx.device, ctx.plan)
         before = open_sockets()
-        dist.init_process_group(chosen, store=store, rank=place.rank, world_size=place.world_size)
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(chosen, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    progress.store = dist.PrefixStore("autosplit/progress", store) if place.world_size > 1 else None
     try:
         yield group_sockets(before)
     finally:
+        progress.store = None  # a reference would keep the store's thread alive
         ctx.part_from_group()
         if watch.failed:
             with suppress(Exception):  # an error here must not hide the failure of the rank

@@ -246,7 +246,7 @@ class Accelerator(accelerate.Accelerator):
         if self.share is not None and len(self._models) == 1:
             self._own_loss = OwnLoss(prepared)
             if self._scope is None and self.num_processes > 1:
-                self._collectives = LossCollectives([prepared])
+                self._collectives = LossCollectives(counts=True)
         if self._cut is not None:
             self._cut.watch(prepared)
         return prepared
@@ -338,7 +338,6 @@ class Accelerator(accelerate.Accelerator):
             )
             if self._collectives is not None:
                 self._collectives.refuse(loss, one.weight, "the Accelerator")
-                self._collectives.end()
             if self._weighs_samples:
                 doubt_sum(loss)
                 self._examine(asked, loss, min(one.size, 1) if self._cut is not None else one.size)

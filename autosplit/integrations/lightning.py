@@ -280,7 +280,7 @@ class Shares(lightning.pytorch.Callback):
                 refuse_sum(self._finding.rule == SUM)
             self._find_loader(trainer)
         if self._scope is None and self.share.num_processes > 1:
-            self._collectives = LossCollectives([trainer.strategy.model])
+            self._collectives = LossCollectives(counts=True)
         if self._cut is not None:
             self._cut.cuts.count = self._count or (None if self._finding is None else self._finding.counts)
             self._cut.sums = self._finding is not None and self._finding.rule == SUM
@@ -361,7 +361,6 @@ class Shares(lightning.pytorch.Callback):
             return
         if self._collectives is not None:
             self._collectives.refuse(loss, self._at.weight, "Shares")
-            self._collectives.end()
         weight = self._at.weight * trainer.accumulate_grad_batches
         loss.register_hook(lambda gradient: gradient * weight)
         if self._norms is not None:

@@ -237,7 +237,7 @@ class SharesMixin(Mixed):
         self.current_gradient_accumulation_steps = 1  # otherwise the Trainer would divide the weighted loss again
         items = self._items.popleft() if self._norms is not None else 0
         if self._scope is None and self._collectives is None and self.share.num_processes > 1:
-            self._collectives = LossCollectives([model])
+            self._collectives = LossCollectives(counts=True)
         if self._collectives is not None:
             self._collectives.begin()
         if self._cuts is not None:
@@ -324,7 +324,6 @@ class SharesMixin(Mixed):
         def weighted(loss: torch.Tensor, **options: Any) -> None:
             if self._collectives is not None:
                 self._collectives.refuse(loss, weight, "the Trainer")
-                self._collectives.end()
             run = partial(weighted_backward, backward, loss, weight, [model], **options)
             with self._recorded(loss, items, model):
                 run() if attempt is None else attempt.backward(run, loss)
