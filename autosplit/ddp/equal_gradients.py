@@ -15,8 +15,8 @@ again when other parameters have a gradient. The other steps only read which par
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,13 +33,8 @@ _CHUNK = 2**22
 Place = Literal["unwrapped", "outside", "late", "wrapped"]
 """A parameter's place: no model is wrapped, outside of those models, unfrozen or added after wrapping, or wrapped."""
 
-
-class Trained(NamedTuple):
-    """A parameter that may have a gradient, with its name for messages."""
-
-    name: str
-    place: Place
-    parameter: Tensor
+Described = tuple[str, Place]
+"""A parameter's name for messages, and its place."""
 
 
 class GradientComparison:
@@ -49,27 +44,30 @@ class GradientComparison:
         advice: What to do about a gradient that differs, by the parameter's place.
     """
 
-    def __init__(self, advice: dict[Place, str]) -> None:
+    def __init__(self, advice: Mapping[Place, str]) -> None:
         self._advice = advice
         self._compared: set[int] = set()
 
-    def compare(self, parameters: Iterable[Trained], step: str, device: torch.device) -> None:
+    def compare(
+        self, parameters: Iterable[Tensor], describe: Callable[[Tensor], Described], step: str, device: torch.device
+    ) -> None:
         """Compare the gradients, unless the same parameters had one in an earlier comparison. All ranks call this.
 
         Args:
+            describe: Returns a parameter's name and place. Called only if the gradients are compared.
             step: The optimizer step, for the message.
             device: The device of this rank.
 
         Raises:
             InputError: A parameter's gradient differs between the ranks, or some ranks have none.
         """
-        found = [one for one in parameters if one.parameter.grad is not None]
-        key = hash(tuple([id(one.parameter) for one in found]))
+        found = [one for one in parameters if one.grad is not None]
+        key = hash(tuple(map(id, found)))
         if key in self._compared:
             return
         self._compared.add(key)
-        rows = [(one.name, one.place, _checksum(one.parameter.grad)) for one in found]
-        digest = int.from_bytes(hashlib.sha256(repr(rows).encode()).digest()[:8], signed=True)
+        rows = [(*describe(one), _checksum(one.grad)) for one in found if not _is_shard(one)]
+        digest = int.from_bytes(hashlib.sha256(repr(rows).encode()).digest()[:8], "big", signed=True)
         digests = gathered(torch.tensor([digest], device=exchange_device(device)))
         if any(int(other) != digest for other in digests):
             self._refuse(told_by_all(rows), step)
@@ -92,7 +90,7 @@ class EqualGradients(StepListener):
     def __init__(self, models: Models, device: torch.device) -> None:
         self._models, self._device = models, device
         self._comparison = GradientComparison(_ADVICE)
-        self._parameters: list[Trained] = []
+        self._parameters: dict[Tensor, Described] = {}
         self._leaves: dict[Tensor, None] = {}
         self._is_first = True
         self._index = 0
@@ -115,9 +113,10 @@ class EqualGradients(StepListener):
         """Compare the gradients after the last backward."""
         if self._is_first:
             self._is_first = False
-            self._parameters = [*_trained(self._models, self._leaves)]
+            self._parameters = dict(_described(self._models, self._leaves))
             self._leaves = {}
-        self._comparison.compare(self._parameters, f"optimizer step {self._index}", self._device)
+        describe = self._parameters.__getitem__
+        self._comparison.compare(self._parameters, describe, f"optimizer step {self._index}", self._device)
 
 
 _ADVICE: dict[Place, str] = {
@@ -131,27 +130,27 @@ _ADVICE: dict[Place, str] = {
 }
 
 
-def _trained(models: Models, leaves: Iterable[Tensor]) -> Iterator[Trained]:
+def _described(models: Models, leaves: Iterable[Tensor]) -> Iterator[tuple[Tensor, Described]]:
     known: set[int] = set()
     for number, model in enumerate(models.wrapped):
         prefix = f"model {number}: " if number else ""
         for name, parameter in model.module.named_parameters():
             known.add(id(parameter))
-            if not is_shard(parameter):
-                yield Trained(f"{prefix}{name}", "wrapped" if name in model.trained else "late", parameter)
-    outside = [leaf for leaf in leaves if id(leaf) not in known and not is_shard(leaf)]
+            yield parameter, (f"{prefix}{name}", "wrapped" if name in model.trained else "late")
+    outside = [leaf for leaf in leaves if id(leaf) not in known]
     place: Place = "outside" if models.wrapped or models.sharded else "unwrapped"
     for number, leaf in enumerate(outside):
-        yield Trained(f"tensor {number} of shape {tuple(leaf.shape)} outside of the wrapped models", place, leaf)
+        yield leaf, (describe_outside(number, leaf), place)
 
 
-def is_shard(parameter: Tensor) -> bool:
-    """Return whether each rank has another part of a parameter, as FSDP's parameters and DTensors."""
-    return (
-        hasattr(parameter, "device_mesh")
-        or hasattr(parameter, "_fsdp_flattened")
-        or hasattr(parameter, "_is_flat_param")
-    )
+def describe_outside(number: int, parameter: Tensor) -> str:
+    """Describe a parameter without a name."""
+    return f"tensor {number} of shape {tuple(parameter.shape)} outside of the wrapped models"
+
+
+def _is_shard(parameter: Tensor) -> bool:
+    """Return whether each rank has another part of a parameter: a DTensor, or a parameter of FSDP1."""
+    return any(hasattr(parameter, name) for name in ("device_mesh", "_fsdp_flattened", "_is_flat_param"))
 
 
 def _checksum(gradient: Tensor | None) -> int:

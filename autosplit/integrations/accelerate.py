@@ -47,6 +47,7 @@ from autosplit.integrations.oom_halves import CutBatches, refuse_gathering
 from autosplit.integrations.own_loss import OwnLoss, doubt_sum
 from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options
+from autosplit.integrations.trained_gradients import TrainedGradients
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
 from autosplit.parallel.batch_counts import Count
@@ -213,6 +214,7 @@ class Accelerator(accelerate.Accelerator):
         self.noise_scale = None if self._norms is None else self._norms.noise_scale
         self._count, self._scope = count, loss_scope
         self._collectives: LossCollectives | None = None
+        self._gradients: TrainedGradients | None = None
         if checked_scope(loss_scope):
             sums = self.share is not None and self.share.plan.loss_reduction == "sum"
             refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None, sums=sums)
@@ -243,6 +245,9 @@ class Accelerator(accelerate.Accelerator):
             return super().prepare_model(self.share.plan.wrap(model), device_placement=False, evaluation_mode=True)
         prepared = super().prepare_model(model, *args, **kwargs)
         let_go_of_group_last(prepared)
+        if self.share is not None and self.num_processes > 1:
+            again = "Unfreeze and add layers before accelerator.prepare(model)."
+            self._gradients = TrainedGradients(self._models, again)
         if self.share is not None and len(self._models) == 1:
             self._own_loss = OwnLoss(prepared)
             if self._scope is None and self.num_processes > 1:
@@ -349,6 +354,8 @@ class Accelerator(accelerate.Accelerator):
             norms.begin()
         with nullcontext() if norms is None else norms.recorded(loss, one.weight, one.total, self.scaler, self._models):
             run() if self._cut is None else self._cut.backward(run, loss, ends_step=one.ends_step)
+        if self._gradients is not None and one.ends_step:
+            self._gradients.compare(self._optimizers, "an optimizer step", self.device)
         if norms is not None and one.ends_step:
             norms.finish(one.total)
 

@@ -35,6 +35,7 @@ from autosplit.integrations.lightning_oom_cuts import CutMixin, CutSteps, refuse
 from autosplit.integrations.lightning_workload import PRECISIONS, asked_loss, workload
 from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options
+from autosplit.integrations.trained_gradients import TrainedGradients
 from autosplit.integrations.weighted_backward import Weighed, batches_of, weighed
 from autosplit.parallel.batch_counts import Count
 from autosplit.parallel.loss_graph import UnevenLossWarning
@@ -200,6 +201,7 @@ class Shares(lightning.pytorch.Callback):
         if checked_scope(loss_scope):
             refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None)
         self._collectives: LossCollectives | None = None
+        self._gradients: TrainedGradients | None = None
         self._loader: SharesLoader | None = None
         self._finding: Finding | None = None
         self._at: Weighed | None = None
@@ -281,6 +283,9 @@ class Shares(lightning.pytorch.Callback):
             self._find_loader(trainer)
         if self._scope is None and self.share.num_processes > 1:
             self._collectives = LossCollectives(counts=True)
+        if self.share.num_processes > 1:
+            again = "Freeze layers in on_train_start, and pass strategy='ddp_find_unused_parameters_true'."
+            self._gradients = TrainedGradients([trainer.strategy.model], again)
         if self._cut is not None:
             self._cut.cuts.count = self._count or (None if self._finding is None else self._finding.counts)
             self._cut.sums = self._finding is not None and self._finding.rule == SUM
@@ -311,6 +316,13 @@ class Shares(lightning.pytorch.Callback):
             self._norms.begin()
         if self._cut is not None:
             self._cut.begin(trainer.strategy.model, self._at)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Compare the gradients over the processes, before they are clipped."""
+        del pl_module, optimizer
+        if self._gradients is not None:
+            place = f"optimizer step {trainer.global_step}"
+            self._gradients.compare(trainer.optimizers, place, trainer.strategy.root_device)
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Enable DDP's synchronisation again, after "cut" disabled it."""

@@ -39,6 +39,7 @@ from autosplit.errors import InputError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
 from autosplit.integrations.process_share import NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options, taken_mark
+from autosplit.integrations.trained_gradients import TrainedGradients
 from autosplit.integrations.transformers_workload import workload
 from autosplit.integrations.weighted_backward import weighted_backward
 from autosplit.parallel.batch_counts import Count, counted
@@ -122,6 +123,7 @@ class SharesMixin(Mixed):
         if checked_scope(loss_scope):
             refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None)
         self._collectives: LossCollectives | None = None
+        self._gradients: TrainedGradients | None = None
         self._weights: deque[float] = deque()
         self._items: deque[float] = deque()
         self._total: float = 0
@@ -240,12 +242,17 @@ class SharesMixin(Mixed):
             self._collectives = LossCollectives(counts=True)
         if self._collectives is not None:
             self._collectives.begin()
+        if self._gradients is None and self.share.num_processes > 1:
+            again = "Unfreeze and add layers before trainer.train()."
+            self._gradients = TrainedGradients([model], again)
         if self._cuts is not None:
             loss = self._run_in_parts(model, inputs, weight, num_items_in_batch, items)
         else:
             with self._weighted(weight, model, items):
                 loss = super().training_step(model, inputs, num_items_in_batch)
             loss = loss * weight if weight else torch.zeros_like(loss)
+        if self._gradients is not None and self.accelerator.sync_gradients:
+            self._gradients.compare([self.optimizer], f"optimizer step {self.state.global_step}", self.args.device)
         if self._norms is not None and self.accelerator.sync_gradients:
             self._norms.finish(self._total)
         return loss

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch.utils.data import DataLoader
+
 from autosplit.errors import InputError
 from autosplit.parallel.batch_counts import count_samples
 
@@ -76,7 +78,7 @@ class UnscheduledBatches(Iterator[Any]):
         for draws in list(_unscheduled.values()):
             if draws.sizes and (draws.thread != here or _number_of_draws() != before):
                 _refuse(self._loader, draws)
-        if _newest:
+        if _newest and not isinstance(self._loader, DataLoader):
             self._sizes.append(_size_of(batch))
             if len({*self._sizes[-2:]}) > 1:  # equal sizes prove nothing, and a smaller batch is the last one
                 self._refuse_drawn(self._sizes, list)

@@ -247,7 +247,7 @@ class TestGradients:
         labels[torch.arange(NUM_SAMPLES) % 3 == 0, 1:] = -100
         labels[8:12] = -100  # a micro-batch without any label: its own mean is 0/0
         loader = sampled_loader(4, 12)
-        for source in (loader, list(loader)):
+        for source in (loader, DataLoader(loader.dataset, batch_size=4)):
             model = torch.nn.Linear(5, 24).double()
             reference = torch.nn.Linear(5, 24).double()
             reference.load_state_dict(model.state_dict())
@@ -491,6 +491,7 @@ def test_a_step_of_many_forwards_holds_one_loss() -> None:
     weight = torch.tensor(3.0, requires_grad=True)
     step = OptimizerStep(iter(range(40)), [1] * 40, index=0)
     alive = []
+    gc.collect()  # what other tests left would be freed in the loop
     for number in step:
         step.backward(weight * number)
         alive.append(sum(type(one) is torch.Tensor and one.numel() == 1 for one in gc.get_objects()))
