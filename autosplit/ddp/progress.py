@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from torch import distributed as dist
-
 from autosplit.ddp.failure import is_broken_off, print_line
 from autosplit.errors import RankFailedError, user_frames
 from autosplit.parallel.step_listener import StepListener
@@ -40,7 +38,7 @@ class Progress(StepListener):
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
-        self.store: dist.Store | None = None
+        self.store: Any = None
         self._loop, self._step, self._micro_batch = 0, -1, 0
         self._since = self._published = time.monotonic()
         self._is_late = False
@@ -100,7 +98,7 @@ class Progress(StepListener):
                 raise
             raise self._timed_out(self.store, waited_s, error) from error
 
-    def _timed_out(self, store: dist.Store, waited_s: float, error: Exception) -> RankFailedError:
+    def _timed_out(self, store: Any, waited_s: float, error: Exception) -> RankFailedError:
         frames = user_frames(error.__traceback__)
         where = f" ({frames[-1]})" if frames else ""
         others = self._places(store)

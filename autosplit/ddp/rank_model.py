@@ -27,9 +27,9 @@ class RankModel(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model. Synchronise the ranks, unless the model only evaluates."""
         if self.training or torch.is_grad_enabled():
-            return super().forward(*inputs, **kwargs)
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         synchronises, self.require_forward_param_sync = self.require_forward_param_sync, False
         try:
-            return super().forward(*inputs, **kwargs)
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         finally:
             self.require_forward_param_sync = synchronises

@@ -126,7 +126,7 @@ def _process_group(
         before = open_sockets()
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(chosen, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
-    progress.store = dist.PrefixStore("autosplit/progress", store) if place.world_size > 1 else None
+    progress.store = dist.PrefixStore("autosplit/progress", store) if place.world_size > 1 else None  # type: ignore[attr-defined]
     try:
         yield group_sockets(before)
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import autosplit
 from autosplit.devices.device import Device
 from autosplit.extras.compare import Comparison
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
-from autosplit.parallel.optimizer_steps import OptimizerStep
+from autosplit.parallel.epoch_steps import Steps
 from autosplit.plan.exported import Export
 from autosplit.plan.goodput import Goodput
 from autosplit.plan.measured_step import MeasuredStep
@@ -52,7 +51,7 @@ def plan(model: nn.Module, loader: DataLoader[Any]) -> None:
     assert_type(plan.samples_per_s, float)
     assert_type(plan.wrap(model), autosplit.BalancedDataParallel)
     assert_type(plan.batch_sampler(1000, shuffle=True, seed=0), ScheduledBatchSampler)
-    assert_type(plan.steps(loader), Iterator[OptimizerStep])
+    assert_type(plan.steps(loader), Steps)
     assert_type(plan.compare_with((8, 4)), SplitComparison)
     assert_type(plan.goodput(400), Goodput)
     assert_type(plan.export("accelerate"), Export)
@@ -69,7 +68,7 @@ def ranks(model: nn.Module, loader: DataLoader[Any]) -> None:
         assert_type(context, autosplit.ddp.Context)
         assert_type(context.device, torch.device)
         assert_type(context.wrap(model, sync_batchnorm=True), DistributedDataParallel)
-        assert_type(context.steps(loader), Iterator[OptimizerStep])
+        assert_type(context.steps(loader), Steps)
         assert_type(context.load_checkpoint("checkpoint.pt"), dict[str, Any])
 
 
