@@ -436,7 +436,7 @@ class TestShardedCheckpointsThatCannotBeWritten:
 
     def test_over_a_file(self, ctx, tmp_path):
         (tmp_path / "last.pt").write_text("notes")
-        with pytest.raises(CheckpointError, match="The path is a file. Expected a folder. Choose another name"):
+        with pytest.raises(CheckpointError, match="The path is a file"):
             ctx.save_sharded(tmp_path / "last.pt", model=make_model())
         with pytest.raises(CheckpointError, match="NotADirectoryError"):
             ctx.save_sharded(tmp_path / "last.pt" / "below", model=make_model())
