@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autosplit.errors import WorkloadError
+from autosplit.text import counted_text
 from autosplit.workload.tree import tensors_of
 from autosplit.workload.workload import Workload, modules_of
 
@@ -56,7 +57,7 @@ class OutsideParameters:
         if not any(id(leaf) in given for leaf in found):
             advice = f"{INTO_THE_MODEL}. If it is not trained, call requires_grad_(False) on it"
         raise WorkloadError(
-            f"The loss trains {len(found)} tensor{'s' * (len(found) > 1)} outside of the model, the first of shape "
+            f"The loss trains {counted_text(len(found), 'tensor')} outside of the model, the first of shape "
             f"{tuple(found[0].shape)}. Expected all trained parameters in the model. {advice}.",
             code="loss-trains-outside",
         )

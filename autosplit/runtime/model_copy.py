@@ -24,6 +24,7 @@ from autosplit.runtime.fake_copy import built_without_memory, fake_into
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.loss_parameters import INTO_THE_MODEL
 from autosplit.runtime.trainee import CPU, LOSS_SCALE, Trainee, state_tensors
+from autosplit.text import counted_text
 from autosplit.torch_versions import FakeTensor, FakeTensorMode, set_versions, storage_key
 from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.compiled import eager_of, scripted_part, with_eager_parts
@@ -273,8 +274,8 @@ def _optimizer(
     foreign = [p for key, p in used.items() if key not in given_ids]
     if foreign and given_ids <= used.keys():
         raise WorkloadError(
-            f"The optimizer factory added {len(foreign)} parameters that are not in the model. The first has the shape "
-            f"{tuple(foreign[0].shape)}. If they belong to the loss: {INTO_THE_MODEL}.",
+            f"The optimizer factory added {counted_text(len(foreign), 'parameter')} outside of the model, the first of "
+            f"shape {tuple(foreign[0].shape)}. If they belong to the loss: {INTO_THE_MODEL}.",
             code="optimizer-foreign-parameters",
         )
     if foreign:
