@@ -22,12 +22,12 @@ from autosplit.errors import WorkloadError
 from autosplit.parallel.checkpointed import checkpoint_layer
 from autosplit.runtime.fake_copy import built_without_memory, fake_into
 from autosplit.runtime.interrupts import held_interrupts
-from autosplit.runtime.loss_parameters import INTO_THE_MODEL
 from autosplit.runtime.trainee import CPU, LOSS_SCALE, Trainee, state_tensors
 from autosplit.text import counted_text
 from autosplit.torch_versions import FakeTensor, FakeTensorMode, set_versions, storage_key
 from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.compiled import eager_of, scripted_part, with_eager_parts
+from autosplit.workload.model_call import INTO_THE_MODEL
 from autosplit.workload.models import Models, Several
 from autosplit.workload.workload import Workload, models_of, modules_of, optimizers_of
 

@@ -20,12 +20,11 @@ from autosplit.parallel.accumulation import Accumulation
 from autosplit.rng import ExtremeDraws
 from autosplit.runtime.data_dependent import needs_values
 from autosplit.runtime.fake_copy import fake_like
-from autosplit.runtime.loss_parameters import OutsideParameters
 from autosplit.text import listed
 from autosplit.torch_versions import FakeTensorMode, scale_each, unset_fake_temporarily
 from autosplit.workload.batch import resize
 from autosplit.workload.compiled import compiled_like, is_compiled
-from autosplit.workload.model_call import call_model, on_first_device, training_loss
+from autosplit.workload.model_call import OutsideParameters, call_model, on_first_device, training_loss
 from autosplit.workload.models import Models, Several
 from autosplit.workload.tree import map_tensors, tensors_of
 from autosplit.workload.workload import Workload, autocast, copying, made_batch

@@ -79,7 +79,7 @@ def trainer_of(name: str, folder: Any, split: tuple[int, ...], effective: int, *
     return Trainer(model, arguments, train_dataset=data, plan=make_plan(split, effective))
 
 
-@pytest.mark.filterwarnings("ignore:.*:autosplit.plan.other_model.OtherModelWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_trainer_warns_of_a_routers_loss(name, tmp_path):
     """It trained the average of the micro-batches' auxiliary losses without a word."""
