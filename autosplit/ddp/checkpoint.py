@@ -1,7 +1,7 @@
 """Save and load the checkpoints of a job: all parts or nothing, on all ranks or on none.
 
 rank 0      collects state dicts -> writes a new file -> reads it back -> replaces the old file
-each rank   maps the file into memory -> compares it with model and optimizer -> all ranks agree -> loads it
+each rank   maps the file -> compares it with model and optimizer -> copies it -> all ranks agree -> loads it
 
 Sharded tensors are gathered one by one in rank 0's host memory. A sharded checkpoint is a folder of
 torch.distributed.checkpoint, which any number of ranks can load.
@@ -11,20 +11,31 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
-from autosplit.ddp.checkpoint_file import MODEL, content_id, damage_of, digest_of, read_file, reason_of, write_file
+from autosplit.ddp.checkpoint_file import (
+    MODEL,
+    content_id,
+    digest_of,
+    read_file,
+    reason_of,
+    write_file,
+)
+from autosplit.ddp.checkpoint_folder import (
+    check_records,
+    put_in_place,
+    read_into,
+    refuse_other_files,
+    require_folder,
+    write_into,
+)
 from autosplit.ddp.checkpoint_state import (
     fitting,
     is_loadable,
@@ -38,7 +49,7 @@ from autosplit.ddp.checkpoint_state import (
 from autosplit.ddp.device import told_by_all
 from autosplit.ddp.failure import TOLD_AFTER_S, told_if_long
 from autosplit.ddp.fsdp import is_shard, part_of, room_for, whole
-from autosplit.errors import CheckpointError, one_line
+from autosplit.errors import CheckpointError
 
 _VALUES = "(values)"
 """The name of all values in a sharded checkpoint that are not tensors. No keyword argument has such a name."""
@@ -95,9 +106,9 @@ class CheckpointMethods:
 
             rest = ctx.load_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
 
-        Each rank maps the file into host memory, checks its CRCs (about 1 s per GiB), and copies to its own device. No
-        code in the file is executed. Before any part changes, the ranks verify every part. Files of plain and wrapped
-        modules also load.
+        Each rank reads the file into its own host memory, checks its CRCs (about 1 s per GiB), and copies to its own
+        device. So the file may be overwritten afterwards. No code in the file is executed. Before any part changes, the
+        ranks verify every part. Files of plain and wrapped modules also load.
 
         Args:
             **parts: Objects to load, under the names that they were saved with. A part without a ``load_state_dict``,
@@ -122,7 +133,8 @@ class CheckpointMethods:
         _compare_contents(path, content, fits)
         states = _together(path, rank, lambda: {name: placed(parts[name], fits[name], _own_part) for name in fits})
         _load_together(path, parts, states, rank)
-        return {name: value for name, value in found.items() if name not in states}
+        # Copy, because `found` is a map of the file, which the caller may overwrite.
+        return copy.deepcopy({name: value for name, value in found.items() if name not in states})
 
     def save_sharded(self, path: str | os.PathLike[str], **parts: Any) -> None:
         """Write each rank's shards into a folder. Call it on every rank.
@@ -140,24 +152,18 @@ class CheckpointMethods:
             CheckpointError: The checkpoint was not written on some rank, and an earlier checkpoint is unchanged.
         """
         rank = self.rank
-        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-        from torch.distributed.checkpoint.state_dict_saver import save
-
         folder = Path(path).resolve()
         beside = folder.with_name(f".{folder.name}.part")
         _meet(rank, "save_sharded")
         state, reason = _tried(lambda: _taken_apart(parts), {})
         if rank == 0 and reason is None:
-            _, reason = _tried(lambda: _refuse_other_files(folder))
+            _, reason = _tried(lambda: refuse_other_files(folder))
             shutil.rmtree(beside, ignore_errors=True)  # a killed process may have left it
         reason = next((text for text in told_by_all(reason) if text is not None), None)
         if reason is None:
-            # Tensors that every rank has are saved by rank 0, as in a checkpoint of one file. Buffers may differ.
-            planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
-            reason = _failure_of(lambda: save(state, storage_writer=FileSystemWriter(beside), planner=planner), "write")
+            reason = write_into(beside, state)
         if rank == 0:
-            reason = reason or _put_in_place(beside, folder)
+            reason = reason or put_in_place(beside, folder)
             shutil.rmtree(beside, ignore_errors=True)
         told = told_by_all(reason)[0]
         if told is not None:
@@ -185,7 +191,7 @@ class CheckpointMethods:
         folder = Path(path).resolve()
         _meet(rank, "load_sharded")
         values: dict[str, Any] = {_VALUES: None}
-        _together(path, rank, lambda: _require_folder(folder))
+        _together(path, rank, lambda: require_folder(folder))
         digests = told_by_all(_tried(lambda: hashlib.sha256((folder / ".metadata").read_bytes()).hexdigest()))
         others = [str(other) for other, digest in enumerate(digests) if digest != digests[0]]
         if others:
@@ -194,8 +200,8 @@ class CheckpointMethods:
                 "checkpoint on all ranks. Save to a disk that all machines share"
             )
             raise CheckpointError(_not_loaded(path, why), code="checkpoint-folder-differs")
-        _together(path, rank, lambda: _check_records(folder, rank))
-        _together(path, rank, lambda: _read_into(values, folder))
+        _together(path, rank, lambda: check_records(folder, rank))
+        _together(path, rank, lambda: read_into(values, folder))
         held, stated = values[_VALUES]
         names = {id(tensor): _name_of(place) for place, tensor in tensors_in(held)}
         room: dict[str, Tensor] = {}
@@ -212,7 +218,7 @@ class CheckpointMethods:
 
         rest: dict[str, Any]
         states, rest = _together(path, rank, make_states)
-        _together(path, rank, lambda: _read_into(room, folder))
+        _together(path, rank, lambda: read_into(room, folder))
         _load_together(path, parts, states, rank)
         return rest
 
@@ -355,30 +361,11 @@ def _own_part(value: Tensor, own: Tensor | None) -> Tensor:
             "real device before you save it",
             code="checkpoint-meta-tensor",
         )
-    return value if own is None else part_of(value, own)
+    # Copy, because an optimizer on the CPU keeps the tensors that it loads, and `value` is a map of the file.
+    return copy.deepcopy(value) if own is None else part_of(value, own)
 
 
 # Sharded checkpoints
-
-
-def _check_records(folder: Path, rank: int) -> None:
-    """Compare every n-th record with its CRC, so the n ranks together check the whole folder once."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    stored, _ = _tried(
-        lambda: FileSystemReader(folder).read_metadata().storage_data, {}
-    )  # if this fails, `_read_into` raises
-    for index, record in [*stored.items()][rank :: dist.get_world_size()]:
-        with suppress(OSError), (folder / record.relative_path).open("rb") as file:
-            file.seek(record.offset)
-            content = file.read(record.length)
-            # torch's loader reports records that are too short or lack the signature of a zip file.
-            if len(content) == record.length and content.startswith(b"PK") and damage_of(io.BytesIO(content)):
-                raise CheckpointError(
-                    f"{index.fqn!r} in {record.relative_path} does not match its checksum (CRC-32). The disk or a "
-                    "copy has damaged the file. Load an earlier checkpoint, or copy this one again",
-                    code="checkpoint-record-damaged",
-                )
 
 
 def _taken_apart(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -401,79 +388,3 @@ def _taken_apart(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _name_of(place: tuple[Any, ...]) -> str:
     return ".".join(map(str, place))
-
-
-def _refuse_other_files(folder: Path) -> None:
-    held = [each.name for each in folder.iterdir()] if folder.exists() else []
-    others = [name for name in held if name != ".metadata" and not name.endswith(".distcp")]
-    if others:
-        raise CheckpointError(
-            f"The folder contains {others[0]!r}, which would be lost. Choose a new or empty folder",
-            code="checkpoint-other-files",
-        )
-
-
-def _put_in_place(new: Path, folder: Path) -> str | None:
-    old = _earlier(folder)
-    try:
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            folder.rename(old)
-        new.rename(folder)
-    except OSError as error:
-        return one_line(error)
-    shutil.rmtree(old, ignore_errors=True)
-    return None
-
-
-def _earlier(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
-
-
-def _require_folder(folder: Path) -> None:
-    if (folder / ".metadata").is_file():
-        return
-    if folder.is_file():
-        found = "The path is a file. Expected a folder that save_sharded wrote. Use load_checkpoint for a file"
-    elif _earlier(folder).is_dir():
-        found = (
-            f"The folder does not exist, but the checkpoint before it does. Rename {str(_earlier(folder))!r} to "
-            "load that"
-        )
-    else:
-        found = (
-            "The path is not a folder with a .metadata file. Expected a folder that save_sharded wrote and that every "
-            "rank can read"
-        )
-    raise CheckpointError(found, code="checkpoint-no-folder")
-
-
-def _read_into(into: dict[str, Any], folder: Path) -> None:
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    planner = DefaultLoadPlanner(
-        flatten_state_dict=False, flatten_sharded_tensors=False
-    )  # `load` writes into a copy of `into`
-    failure = _failure_of(lambda: load(into, storage_reader=FileSystemReader(folder), planner=planner), "read")
-    if failure:
-        raise CheckpointError(
-            f"{failure}. Expected a checkpoint that save_sharded wrote. Load an earlier one",
-            code="checkpoint-folder-unreadable",
-        )
-
-
-def _failure_of(call: Callable[[], object], what: str) -> str | None:
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        call()
-    except CheckpointException as error:
-        rank, (first, _) = min(error.failures.items())
-        if isinstance(first, KeyboardInterrupt):
-            raise first from None
-        # Leave out torch's advice to load pickles without restrictions.
-        says = type(first).__name__ if isinstance(first, pickle.UnpicklingError) else one_line(first)
-        return f"Rank {rank} can't {what} its part: {says}"
-    return None

@@ -46,25 +46,31 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
         read_file(beside)
         beside.replace(target)
     except Exception as error:
-        # torch raises a RuntimeError while it handles the OSError of a failed write.
-        failure = next((link for link in causes_of(error, contexts=True) if isinstance(link, OSError)), None)
-        if failure is not None and failure.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CheckpointError(_full_disk(target.parent, state, failure), code="checkpoint-disk-full") from error
+        failure = disk_failure(error)
         if failure is not None:
-            raise failure from None
+            why = failure_text(failure, target.parent, state)
+            raise CheckpointError(why, code="checkpoint-not-written") from error
         raise CheckpointError(_unkept(state, error), code="checkpoint-value-not-kept") from error
     finally:
         with suppress(OSError):  # the disk may be gone
             beside.unlink(missing_ok=True)
 
 
-def _full_disk(folder: Path, state: Mapping[str, Any], failure: OSError) -> str:
-    needed = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_in(dict(state)))
+def disk_failure(error: BaseException) -> OSError | None:
+    """Return the OSError of a failed write, or None. torch raises a RuntimeError while it handles the OSError."""
+    return next((link for link in causes_of(error, contexts=True) if isinstance(link, OSError)), None)
+
+
+def failure_text(failure: OSError, folder: Path, tensors: Mapping[str, Any]) -> str:
+    """Describe why `tensors` could not be written to `folder`."""
+    if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return one_line(failure)
+    needed = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_in(dict(tensors)))
     free = size_text(shutil.disk_usage(folder).free)
     limit = "The disk is full" if failure.errno == errno.ENOSPC else "The disk quota is used up"
     return (
         f"{limit}. The tensors take {size_text(needed)}, and {str(folder)!r} has {free} free next to the unfinished "
-        "file. Free some space, or save to another disk"
+        "checkpoint. Free some space, or save to another disk"
     )
 
 

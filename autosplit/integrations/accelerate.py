@@ -44,7 +44,7 @@ from autosplit.errors import InputError, warn_user
 from autosplit.integrations.gradient_norms import RunNorms
 from autosplit.integrations.loop_position import LoopPosition
 from autosplit.integrations.oom_halves import CutBatches, refuse_gathering
-from autosplit.integrations.own_loss import OwnLoss, doubt_sum
+from autosplit.integrations.own_loss import OwnLoss, doubt_sum, warn_of_router_loss
 from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.trained_gradients import TrainedGradients
@@ -391,7 +391,10 @@ class Accelerator(accelerate.Accelerator):
 
     def _examine(self, asked: OwnLoss, loss: torch.Tensor, samples: int) -> None:
         loader = self.gradient_state.active_dataloader.base_dataloader
-        reason = asked.examine(loss, self.unwrap_model(self._models[0]), loader, samples)
+        model = self.unwrap_model(self._models[0])
+        reason = asked.examine(loss, model, loader, samples)
+        if self.share is not None and self.is_main_process:
+            warn_of_router_loss(model, self.share)
         is_other = torch.tensor([int(bool(reason))], device=self.device)
         if int(super().gather(is_other).max()):
             text = reason or "In another process the loss is not a mean over samples. Pass count= to the Accelerator."

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from autosplit.errors import InputError, WorkloadError, warn_user
+from autosplit.integrations.process_share import Share
 from autosplit.parallel.loss_graph import COUNTS, Reading, UnevenLossWarning, read_loss
 from autosplit.parallel.loss_weights import IGNORED_LABEL
 from autosplit.probe.loss_mean import SUM, TOLERANCE, Finding, Samples, examine_others, warn_of_finding
@@ -136,5 +137,22 @@ def doubt_sum(loss: torch.Tensor) -> None:
         warn_user(
             f"The loss ends in a sum ({type(last).__name__}), but the plan weights it as a mean over samples. Use a "
             "mean, or tune with loss_reduction='sum'.",
+            UnevenLossWarning,
+        )
+
+
+def warn_of_router_loss(model: Any, share: Share) -> None:
+    """Warn if a mixture-of-experts model of transformers adds its router's auxiliary loss, and batches are split.
+
+    The loss multiplies two means over the tokens of one forward, so it is no mean over samples.
+    """
+    config = getattr(model, "config", None)
+    coefficient = getattr(config, "router_aux_loss_coef", 0)
+    splits = share.wraps or share.num_processes > 1 or share.accumulation_steps > 1
+    if coefficient and getattr(config, "output_router_logits", False) and splits:
+        warn_user(
+            f"The model adds its router's auxiliary loss (router_aux_loss_coef={coefficient}), which depends on the "
+            "whole batch. Each device computes it for each micro-batch, and their average is trained, so the gradient "
+            "depends on the split. To leave it out, set model.config.output_router_logits = False.",
             UnevenLossWarning,
         )

@@ -37,6 +37,7 @@ from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.errors import InputError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
+from autosplit.integrations.own_loss import warn_of_router_loss
 from autosplit.integrations.process_share import NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options, taken_mark
 from autosplit.integrations.trained_gradients import TrainedGradients
@@ -102,6 +103,7 @@ class SharesMixin(Mixed):
         NoPlanWarning: There is no plan.
         OtherModelWarning: The plan is for a model of a different size.
         CutWarning: This process cut a micro-batch for the first time. The message has the cause and advice.
+        UnevenLossWarning: The gradient depends on the split, because of the loss or a router's auxiliary loss.
     """
 
     share: Share | None
@@ -144,6 +146,8 @@ class SharesMixin(Mixed):
         super().__init__(*args, **kwargs)
         if self.share is not None:
             self.share.checkpoint(self.model)
+            if self.is_world_process_zero():
+                warn_of_router_loss(self.model, self.share)
         if self.share is not None and self.accelerator.ddp_handler is not None:
             # The Trainer has no argument for this option. The plan measured memory with this option.
             self.accelerator.ddp_handler.gradient_as_bucket_view = self.share.plan.ddp.options.gradient_as_bucket_view

@@ -15,7 +15,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset, IterableDataset
 
-from autosplit.errors import InputError
+from autosplit.errors import InputError, WorkloadError
+from autosplit.workload.samples import batch_size_of
 from autosplit.workload.tree import children_of
 
 
@@ -75,7 +76,12 @@ def tidy(total: float) -> float:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the number of samples of a batch: the first dimension of its first tensor."""
+    """Return the number of samples of a batch. If its parts disagree, return the rows of its first tensor."""
+    try:
+        if not any(isinstance(part, PackedSequence) for part in _containers(batch)):
+            return batch_size_of(batch, may_be_empty=True)
+    except WorkloadError:
+        pass
     samples = _first_size(batch)
     if samples is None:
         raise InputError(
@@ -93,6 +99,12 @@ def _first_size(part: Any) -> int | None:
         return int(part.batch_sizes[0])  # `data` has a row for each time step of each sample
     found = (_first_size(item) for _, item in children_of(part) or ())
     return next((size for size in found if size is not None), None)
+
+
+def _containers(tree: Any) -> Iterator[Any]:
+    yield tree
+    for _, item in children_of(tree) or ():
+        yield from _containers(item)
 
 
 def let_go(held: list[Any]) -> Iterator[Any]:

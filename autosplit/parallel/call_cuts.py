@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autosplit.errors import WorkloadError, warn_user
@@ -27,20 +28,26 @@ class CallCuts:
     A part of a call is cut if its size is the number of samples. That may be a coincidence. If a part of 8 rows also
     had 8 rows in a batch of a different size, it contains no samples.
 
+    A list of 2 tensors with 1 row each is 2 samples, or 1 sample of two views. So how the first full batch was read
+    decides about all later batches.
+
     Attributes:
         sizes: Sizes of parts that differed from the number of samples, by place.
+        lists: Whether a list of tensors had one sample in each item in the first full batch, by place.
         cuts_lists: Whether the last call had lists of samples.
     """
 
     dim: int
     cuts_lists: bool = False
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    lists: dict[str, bool] = dataclasses.field(default_factory=dict)
 
     def samples(self, call: Any, expected: int | None) -> int | None:
         """Return the number of samples of a call, or None without a tensor to cut.
 
         Args:
-            expected: See `batch_size_of`.
+            expected: The number of samples of a full batch. Without gradients, it does not decide about the reading,
+                because an evaluation may have batches of any size.
         """
         for place, leaf in named_call(call):
             if isinstance(leaf, Tensor) and leaf.is_nested:
@@ -51,11 +58,14 @@ class CallCuts:
                 )
         if not any(isinstance(leaf, Tensor) and leaf.dim() > self.dim for leaf in leaves_of(call)):
             return None
-        structure = self._structure(call)
+        for place, part, length in _sized_parts(call, self.dim):
+            if self.lists.get(place) and is_plain_sequence(part) and self._layout(call, length).fits(call):
+                return length
+        structure, decides = self._structure(call), expected if torch.is_grad_enabled() else None
         try:
-            return batch_size_of(call, self.dim, may_be_empty=True, depth=DEPTH, structure=structure, expected=expected)
+            size = batch_size_of(call, self.dim, may_be_empty=True, depth=DEPTH, structure=structure, expected=decides)
         except AmbiguousBatchError as error:
-            warn_user(f"{error}. It was cut into {error.rows} samples", AmbiguousBatchWarning)
+            warn_user(f"{error} It was cut into {error.rows} samples.", AmbiguousBatchWarning)
             return error.rows
         except WorkloadError as error:
             raise WorkloadError(
@@ -63,6 +73,24 @@ class CallCuts:
                 "(strategy='ddp')",
                 code="batch-not-cuttable",
             ) from error
+        if size == expected and not self.lists:
+            self._learn(call, size)
+        return size
+
+    def _learn(self, call: Any, size: int) -> None:
+        layout = self._layout(call, size)
+        held = {id(part) for part in layout.lists(call)}
+        for place, part, length in _sized_parts(call, self.dim):
+            if not is_plain_sequence(part) or not has_tensors(part):
+                continue
+            self.lists[place] = id(part) in held
+            if not self.lists[place] and length == size > 1 and all(map(layout.is_cut, part)):
+                warn_user(
+                    f"The batch has a list of {size} tensors, each with {size} rows. It was cut into {size} rows, as "
+                    "nn.DataParallel does. If each tensor is a sample, stack them. If not, pass them as separate "
+                    "arguments.",
+                    AmbiguousBatchWarning,
+                )
 
     def lengths(self, call: Any) -> frozenset[int]:
         """Return the tensors' sizes in the dimension after the batch, such as the tokens per sample."""
@@ -80,12 +108,17 @@ class CallCuts:
         return listed([*reversed(named.values())], 3)
 
     def _structure(self, call: Any) -> frozenset[int]:
-        """Return the ids of lists of tensors whose length did not change with the batch."""
+        """Return the ids of lists of tensors that contain no samples, or whose length did not change with the batch."""
         return frozenset(
             id(part)
             for place, part, size in _sized_parts(call, self.dim)
-            if self.sizes.get(place) == size and not isinstance(part, Tensor) and has_tensors(part)
+            if not isinstance(part, Tensor) and has_tensors(part)
+            if self.lists.get(place) is False or self.sizes.get(place) == size
         )
+
+    def _layout(self, call: Any, size: int) -> Layout:
+        structure, known = self._structure(call), any(self.lists.values())
+        return Layout.of(call, size, self.dim, DEPTH, structure, lists_hold=known)
 
     def cut(self, call: Any, sizes: tuple[int, ...], batch_size: int) -> tuple[list[int], list[Any]]:
         """Return the indices of the devices that have samples, and the call of each.
@@ -118,7 +151,7 @@ class CallCuts:
             elif self.sizes.get(place) == size and (isinstance(part, Tensor) or not has_tensors(part)):
                 tables.add(place)
         call = _marked_at(call, tables) if tables else call
-        return call, Layout.of(call, batch_size, self.dim, DEPTH, self._structure(call))
+        return call, self._layout(call, batch_size)
 
 
 def _sized_parts(tree: Any, dim: int, place: str = "", level: int = 0) -> Iterator[tuple[str, Any, int]]:

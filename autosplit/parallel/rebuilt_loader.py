@@ -17,6 +17,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
 )
 
 from autosplit.errors import InputError
@@ -43,7 +44,7 @@ class SampledOrder:
         if order is None:
             raise InputError(
                 f"{type(self._sampler).__name__} skips or repeats samples in epoch {epoch}. Expected each of the "
-                f"{self._num_samples} samples once. Leave the sampler out.",
+                f"{self._num_samples} samples once. {_subset_advice(self._sampler)}",
                 code="sampler-repeats-samples",
             )
         return order
@@ -77,16 +78,26 @@ def _generators_of(sampler: Any) -> Iterator[torch.Generator]:
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
 
 
+def _subset_advice(sampler: Any) -> str:
+    """Return how to train the samples that a sampler chooses, and no others."""
+    if isinstance(sampler, SubsetRandomSampler):
+        return "Pass a loader of torch.utils.data.Subset(dataset, sampler.indices), without the sampler."
+    return (
+        "Draw the indices yourself, the same on all ranks, and pass a loader of torch.utils.data.Subset(dataset, "
+        "indices), without the sampler. Subset may repeat indices."
+    )
+
+
 def is_shuffled(loader: Any) -> bool | None:
     """Return whether a loader shuffles. Return None if its sampler may repeat or omit samples, or reorder them."""
     sampler = _sampler_of(loader)
     if type(sampler).__module__.partition(".")[0] not in ("torch", "accelerate"):
         return None  # a user's class, even if it is derived from the classes below
     if isinstance(sampler, DistributedSampler):  # the plan's split replaces its split over the processes
-        return bool(sampler.shuffle)
-    if isinstance(sampler, RandomSampler):
-        return None if sampler.replacement or sampler.num_samples != len(loader.dataset) else True
-    return False if isinstance(sampler, SequentialSampler) else None
+        return bool(sampler.shuffle) if len(sampler.dataset) == len(loader.dataset) else None  # type: ignore[arg-type]
+    if not isinstance(sampler, (RandomSampler, SequentialSampler)) or len(sampler) != len(loader.dataset):
+        return None
+    return None if getattr(sampler, "replacement", False) else isinstance(sampler, RandomSampler)
 
 
 def _sampler_of(loader: Any) -> Any:
@@ -164,10 +175,11 @@ def parts_of(loader: Any, seed: int) -> LoaderParts:
         )
     order = order_of(loader, seed)
     if order is None:
+        sampler = _sampler_of(loader)
         raise InputError(
-            f"The training loader has a {type(_sampler_of(loader)).__name__}. Expected a sampler that yields every "
-            "sample once per epoch, in an order that depends only on its seed. Leave the sampler out, or pass the "
-            "loader to plan.steps or ctx.steps.",
+            f"The training loader has a {type(sampler).__name__}. Expected a sampler that yields every sample once per "
+            f"epoch, in an order that depends only on its seed. {_subset_advice(sampler)} In one process, plan.steps "
+            "also takes the loader, if its batches have the plan's size.",
             code="loader-sampler",
         )
     drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))

@@ -16,7 +16,7 @@ class Check:
     """One result of the gradient check: whether splitting the batch changes one part of the training.
 
     Attributes:
-        subject: The part of the training that was checked: ``"gradient"``, ``"loss"``, ``"model"``, ``"batch"``,
+        subject: The part of the training that was checked: ``"gradient"``, ``"loss"``, ``"batch"``,
             ``"BatchNorm2d at features.1"``, ``"gradient of optimizer 0"``, ``"state in queue"`` (a buffer).
         split_error: Relative difference (0.1 for 10%) of the gradient, or of a BatchNorm layer's output. The whole
             sample batch is compared with the same batch split unevenly over two devices. None if it was not compared,

@@ -18,7 +18,7 @@ from autosplit.parallel.side_outputs import kept_tensors
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDearError, relative
 from autosplit.probe.loss_rule import Rule, mixed, reduction_of, rule_of
-from autosplit.probe.module_hooks import NormSeen, first_difference, freeze, printing, watching_draws, watching_norms
+from autosplit.probe.module_hooks import NormSeen, freeze, watching_draws, watching_norms
 from autosplit.torch_versions import BATCH_NORMS, NORMS
 from autosplit.workload.samples import batch_size_of
 from autosplit.workload.tree import marked, named_leaves
@@ -35,6 +35,11 @@ ROUNDINGS = 10
 
 MOST_ROUNDING = 1e-2
 """Largest measured difference that counts as rounding."""
+
+_DEPENDS = (
+    "It depends on the whole batch: the loss or a layer uses several samples at once, as contrastive losses and a "
+    "router's auxiliary loss do"
+)
 
 State = dict[str, torch.Tensor]
 """Buffers that a run changed (memory banks, codebooks, expert loads): new values by path."""
@@ -93,7 +98,7 @@ class Comparison:
         self.differences: _Differences | None = None
 
     def checks(self) -> tuple[Check, ...]:
-        """Compare the gradients, and find the cause if they differ."""
+        """Compare the gradients, and find the loss's unit if they differ."""
         with ExitStack() as closing:
             begun = begin(self.workload, self.batch, closing)
             self.copy = begun.copy
@@ -208,7 +213,7 @@ class Comparison:
             remark = ""  # Report the remark only once.
         return tuple(checks)
 
-    # Causes other than BatchNorm
+    # The verdict, apart from BatchNorm
 
     def _cause(self, whole: Gradients, rest: _Differences) -> Check:
         split, accumulation = max(rest.split.values()), rest.accumulation
@@ -220,12 +225,6 @@ class Comparison:
         subject, advice = "loss", ""
         if rule is None and (advice := self._table(whole)):
             subject = "batch"
-        elif rule is None and (found := self._differing_module()):
-            subject = "model"
-            advice = (
-                f"The output of {found} for a sample depends on the other samples in the same forward. Change the "
-                "model so that each sample is computed alone, or train on one device with one forward per step."
-            )
         count = rule.count if rule is not None and (accumulation or 0.0) > self.tolerance else None
         advice = advice or self._loss_advice(whole, rest, rule)
         return Check(subject, *figures, depends=True, advice=advice, count=count)
@@ -252,21 +251,11 @@ class Comparison:
         except Exception:  # noqa: BLE001  # the tensor holds samples, so the uncut tensor does not match
             return False
 
-    def _differing_module(self) -> str | None:
-        copy = self.copy
-        models = copy.trainee.models.modules
-        with printing(copy.modules, models, (sum(copy.shares),)) as whole:
-            copy.whole()
-        with printing(copy.modules, models, copy.shares) as cut:
-            copy.split(self.reduce)
-        path = first_difference(whole, cut, len(copy.shares), self.tolerance)
-        return None if path is None else _called(path, dict(copy.modules)[path])
-
     def _loss_advice(self, whole: Gradients, rest: _Differences, rule: Rule | None) -> str:
         if self.workload.step is not None:
             return (
-                "A loss computed inside a model sees the samples of one device only. Let the models return their "
-                "outputs, and compute the losses in step=, where the outputs are gathered."
+                f"{_DEPENDS}. If a model computes that loss, let it return its outputs, and compute the loss in step=, "
+                "where the outputs are gathered."
             )
         if not all(map(_is_finite, rest.parts)):
             return (
@@ -292,9 +281,10 @@ class Comparison:
                 f" Or the model keeps state from one forward to the next ({', '.join(moved[:3])}), which a step of "
                 "several forwards changes several times. Then update it once per optimizer step."
             )
+        verdict = f"{_DEPENDS}. " if rule is None else ""
         if split and accumulation_is_off:
-            return f"Split: {split} Accumulated: {accumulated}"
-        return split or accumulated
+            return f"{verdict}Split: {split} Accumulated: {accumulated}"
+        return verdict + (split or accumulated)
 
     def _kept_elsewhere(self) -> str:
         if self.workload.compute_loss is None:
@@ -309,7 +299,7 @@ class Comparison:
     def _split_advice(self, whole: Gradients, rule: Rule | None) -> str:
         outside = "Let the model return its outputs, and compute their common loss with loss_fn= or compute_loss=."
         if rule is None:
-            return f"The model computes the loss itself, and it sees only a part of the batch on each device. {outside}"
+            return f"If the model computes that loss, it sees only a part of the batch on each device. {outside}"
         if self._split_error(whole, "sum") <= self.tolerance:
             return (
                 'The model\'s loss is not a mean over samples. After model = plan.wrap(model) set model.reduce = "sum".'
@@ -334,9 +324,8 @@ class _Differences:
 def _accumulation_advice(rule: Rule | None) -> str:
     if rule is None:
         return (
-            "The loss needs the whole batch, and weights of micro-batches can't replace that. Pass "
-            'loss_scope="batch" to the Workload, which turns accumulation off. With DDP, gather the tensors that '
-            "the loss compares with ctx.all_gather(tensor)."
+            'Weights of micro-batches can\'t replace that. Pass loss_scope="batch" to the Workload, which turns '
+            "accumulation off. With DDP, gather the tensors that the loss compares with ctx.all_gather(tensor)."
         )
     if rule.count is None:
         return (

@@ -203,7 +203,9 @@ class QuietCopy:
         for parameter in self._parameters:
             parameter.grad = None
         if workload.step is None:
-            (training_loss(workload, models.given, batch) * scale).backward()
+            loss = training_loss(workload, models.given, batch)
+            self.trainee.outside.refuse(loss, workload, self.trainee.models.modules, batch)
+            (loss * scale).backward()
         else:
             workload.step(models.given, self.trainee.optimizers.given, on_first_device(batch, models))
         found = self._seen or {GRADIENT: _gradient_of(self._parameters)}

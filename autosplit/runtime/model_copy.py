@@ -23,9 +23,11 @@ from autosplit.parallel.checkpointed import checkpoint_layer
 from autosplit.runtime.fake_copy import built_without_memory, fake_into
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.trainee import CPU, LOSS_SCALE, Trainee, state_tensors
+from autosplit.text import counted_text
 from autosplit.torch_versions import FakeTensor, FakeTensorMode, set_versions, storage_key
 from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.compiled import eager_of, scripted_part, with_eager_parts
+from autosplit.workload.model_call import INTO_THE_MODEL
 from autosplit.workload.models import Models, Several
 from autosplit.workload.workload import Workload, models_of, modules_of, optimizers_of
 
@@ -268,7 +270,15 @@ def _optimizer(
             code="optimizer-factory",
         )
     given_ids = set(map(id, parameters))
-    if any(id(p) not in given_ids for group in made.param_groups for p in group["params"]):
+    used = {id(p): p for group in made.param_groups for p in group["params"]}
+    foreign = [p for key, p in used.items() if key not in given_ids]
+    if foreign and given_ids <= used.keys():
+        raise WorkloadError(
+            f"The optimizer factory added {counted_text(len(foreign), 'parameter')} outside of the model, the first of "
+            f"shape {tuple(foreign[0].shape)}. If they belong to the loss: {INTO_THE_MODEL}.",
+            code="optimizer-foreign-parameters",
+        )
+    if foreign:
         raise WorkloadError(
             "The optimizer factory did not use the parameters in its argument. autosplit passes the parameters of "
             "a copy of the model. Use them: lambda parameters: torch.optim.AdamW(parameters).",
@@ -287,7 +297,8 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
     if foreign:
         raise WorkloadError(
             f"The optimizer has {len(foreign)} parameters that are not in the model. The first has the shape "
-            f"{tuple(foreign[0].shape)}. Create the optimizer with model.parameters().",
+            f"{tuple(foreign[0].shape)}. Create the optimizer with model.parameters(). If they belong "
+            f"to the loss: {INTO_THE_MODEL}.",
             code="optimizer-foreign-parameters",
         )
     twin = object.__new__(type(optimizer))

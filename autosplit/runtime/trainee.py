@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -14,15 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.devices.transfer import Placement, adopt_module
-from autosplit.errors import OWN_FOLDER, WorkloadError
+from autosplit.errors import OWN_FOLDER, AutosplitError, WorkloadError, advise
 from autosplit.parallel.accumulation import Accumulation
 from autosplit.rng import ExtremeDraws
 from autosplit.runtime.data_dependent import needs_values
 from autosplit.runtime.fake_copy import fake_like
+from autosplit.text import listed
 from autosplit.torch_versions import FakeTensorMode, scale_each, unset_fake_temporarily
 from autosplit.workload.batch import resize
 from autosplit.workload.compiled import compiled_like, is_compiled
-from autosplit.workload.model_call import call_model, on_first_device, training_loss
+from autosplit.workload.model_call import OutsideParameters, call_model, on_first_device, training_loss
 from autosplit.workload.models import Models, Several
 from autosplit.workload.tree import map_tensors, tensors_of
 from autosplit.workload.workload import Workload, autocast, copying, made_batch
@@ -45,6 +47,7 @@ class Trainee:
         restore: Restores the live model if this trainee uses its memory.
         left: Storages that remain on the first device between steps.
         grown_bytes: Bytes on the first device after the last step, minus the bytes before it.
+        outside: Refuses a loss that trains tensors outside of the models.
         copies: Second copies for the workload's `fits`, from the second step on: parameters and buffers, and optimizer
             state.
     """
@@ -61,6 +64,8 @@ class Trainee:
     device: torch.device = CPU
     draws: ExtremeDraws = field(default_factory=ExtremeDraws)
     copies: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] = ((), ())
+    outside: OutsideParameters = field(default_factory=OutsideParameters)
+    _ran: set[int] = field(default_factory=set)
     _updated: bool = False
     _has_stepped: bool = False
 
@@ -174,8 +179,10 @@ class Trainee:
             for position, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
                 mark("micro")
                 with accumulation.running(is_last=position == len(batches) - 1):
-                    with autocast(workload, device_type):
+                    with autocast(workload, device_type), self._advising_pairs(models, size):
                         loss = training_loss(workload, models.given, batch)
+                    if len(batches) == 1 and num_samples is None:  # replicas that are kept have leaves of their own
+                        self.outside.refuse(loss, workload, self.models.modules, batch)
                     if workload.loss_reduction == "mean":  # weight by samples, as `plan.steps` does
                         loss = loss * (size / total)
                     self._scaled(loss).backward()
@@ -186,6 +193,28 @@ class Trainee:
         for optimizer in self.optimizers.items:
             optimizer.zero_grad(set_to_none=True)
         self._has_stepped |= updates
+
+    @contextmanager
+    def _advising_pairs(self, models: Models, size: int) -> Iterator[None]:
+        """Advise to make a pair one sample, if all sizes that ran have a divisor that the failed size lacks."""
+        try:
+            yield
+        except Exception as error:
+            is_theirs = not isinstance(error, (AutosplitError, torch.OutOfMemoryError))
+            own = self.workload.sample_batch_size
+            if is_theirs and not self._ran and size != own:
+                with suppress(Exception):
+                    training_loss(self.workload, models.given, self.batch(own))
+                    self._ran.add(own)
+            if is_theirs and self._ran and size % math.gcd(*self._ran):
+                advise(
+                    error,
+                    f"it ran with {listed([*map(str, sorted(self._ran))], 3)} samples, but not with {size}. If a batch "
+                    "must be even (pairs, two views), make each pair one sample: a batch of shape (n, 2, ...), and "
+                    "batch.flatten(0, 1) in the model. If not, fix it and run again, or check batch_dim",
+                )
+            raise
+        self._ran.add(size)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         if self.workload.precision != "fp16":

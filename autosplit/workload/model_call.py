@@ -1,10 +1,12 @@
-"""Call a model with a batch, and compute the loss from its outputs if no loss function is given."""
+"""Call a model with a batch, and compute its loss. Refuse a loss that trains parameters outside of the model."""
 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -13,11 +15,12 @@ from torch import Tensor, nn
 from autosplit.devices.transfer import HOST, active_placement
 from autosplit.errors import WorkloadError, advise
 from autosplit.notes import Note
+from autosplit.text import counted_text
 from autosplit.workload.batch import placed_on, unmarked
 from autosplit.workload.models import Models
 from autosplit.workload.samples import COLLATED, doubting, is_list_of_samples
 from autosplit.workload.tree import map_tensors, named_leaves, tensors_of
-from autosplit.workload.workload import Workload
+from autosplit.workload.workload import Workload, modules_of
 
 
 def call_model(model: Any, inputs: Any) -> Any:
@@ -204,3 +207,65 @@ def assumptions(workload: Workload, outputs: Any = None) -> tuple[Note, ...]:
         text = "No optimizer is given: AdamW is assumed, with its two states per parameter. Pass optimizer=."
         notes.append(Note("optimizer-assumed", text))
     return tuple(notes)
+
+
+# Losses with parameters of their own, such as the class weights of ArcFace
+
+INTO_THE_MODEL = (
+    "Make the loss a part of the model: a module whose forward(inputs, targets) returns self.loss(self.net(inputs), "
+    "targets), with compute_loss=lambda model, batch: model(*batch)"
+)
+"""How a loss with trained parameters is planned and trained."""
+
+
+@dataclass
+class OutsideParameters:
+    """Look for trained tensors outside of the model in the first two steps, and not in later steps.
+
+    autosplit would count neither their gradients nor their optimizer state. BalancedDataParallel would not replicate
+    them, and DDP would not synchronise them.
+
+    A leaf tensor that is not a Parameter counts if both steps have it. A loss may also make new leaves in each step, as
+    a gradient penalty does.
+    """
+
+    _steps: int = 0
+    _before: list[tuple[weakref.ref[Tensor], Tensor | None]] = field(default_factory=list)
+
+    def refuse(self, loss: Tensor, workload: Workload, modules: tuple[nn.Module, ...], batch: Any) -> None:
+        """Raise WorkloadError if the loss depends on a trained tensor outside of the modules and the batch."""
+        if self._steps == 2:
+            return
+        self._steps += 1
+        known = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+        known.update(map(id, tensors_of(batch)))
+        outside = [leaf for leaf in _leaves_of(loss) if id(leaf) not in known]
+        earlier = [ref() for ref, _ in self._before]
+        found = [leaf for leaf in outside if isinstance(leaf, nn.Parameter) or any(leaf is one for one in earlier)]
+        if not found:
+            self._before = [(weakref.ref(leaf), leaf.grad) for leaf in outside]
+            return
+        for ref, gradient in self._before:
+            if (leaf := ref()) is not None:
+                leaf.grad = gradient
+        given = {id(parameter) for module in modules_of(workload) for parameter in module.parameters()}
+        advice = "Use the model that compute_loss or loss_fn gets as its argument, because autosplit trains a copy"
+        if not any(id(leaf) in given for leaf in found):
+            advice = f"{INTO_THE_MODEL}. If it is not trained, call requires_grad_(False) on it"
+        raise WorkloadError(
+            f"The loss trains {counted_text(len(found), 'tensor')} outside of the model, the first of shape "
+            f"{tuple(found[0].shape)}. Expected all trained parameters in the model. {advice}.",
+            code="loss-trains-outside",
+        )
+
+
+def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
+        nodes.extend(following for following, _ in node.next_functions)

@@ -73,9 +73,18 @@ class Layout:
     structure: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, tree: Any, size: int, dim: int = 0, depth: int = 1, structure: frozenset[int] = frozenset()) -> Layout:
-        """Return the layout of a batch."""
-        layout = cls(size, dim, depth, structure=structure)
+    def of(
+        cls,
+        tree: Any,
+        size: int,
+        dim: int = 0,
+        depth: int = 1,
+        structure: frozenset[int] = frozenset(),
+        *,
+        lists_hold: bool = False,
+    ) -> Layout:
+        """Return the layout of a batch. Unless `lists_hold` is given, the batch decides about it."""
+        layout = cls(size, dim, depth, lists_hold, structure)
         return dataclasses.replace(layout, lists_hold=any(has_tensors(part) for part in layout.lists(tree)))
 
     def is_cut(self, leaf: Any) -> bool:

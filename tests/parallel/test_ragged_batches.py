@@ -140,7 +140,8 @@ class TestWhatIsCut:
     def test_a_list_of_inputs_is_no_list_of_samples(self):
         """As in nn.DataParallel: each of the two tensors is split."""
         module = Notes()
-        wrap(module, 1, 1)(X[:2], [X[:2], X[:2] + 1])
+        with pytest.warns(AmbiguousBatchWarning, match="a list of 2 tensors, each with 2 rows. It was cut into 2 rows"):
+            wrap(module, 1, 1)(X[:2], [X[:2], X[:2] + 1])
         assert [[part.shape for part in others[0]] for others, _ in module.seen] == [[(1, 5), (1, 5)]] * 2
 
     def test_images_with_as_many_channels_as_samples(self):

@@ -375,3 +375,69 @@ class TestWriting:
     def test_a_folder_that_is_not_there(self, ctx, tmp_path):
         with pytest.raises(CheckpointError, match=r"was not written. FileNotFoundError"):
             ctx.save_checkpoint(tmp_path / "none" / "last.pt", step=1)
+
+
+class TestLoadedValues:
+    @pytest.mark.parametrize("overwrite", ["in place", "by torch.save"])
+    def test_do_not_change_with_the_file(self, ctx, tmp_path, overwrite):
+        """Loaded values were maps of the file.
+
+        A copy over the file changed Adam's state and the returned values. torch.save to the path killed the process.
+        """
+        model = ctx.wrap(make_model())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        mean_loss(model, [0, 1]).backward()
+        optimizer.step()
+        path, average = tmp_path / "last.pt", {"ema": [torch.ones(2000), {"more": torch.ones(3)}]}
+        ctx.save_checkpoint(path, model=model, optimizer=optimizer, average=average, scale=torch.ones(3))
+        expected = copy.deepcopy((model.state_dict(), optimizer.state_dict(), average))
+        rest = ctx.load_checkpoint(path, model=model, optimizer=optimizer, scale=None)
+        if overwrite == "in place":
+            with path.open("r+b") as file:
+                file.write(b"\xff" * path.stat().st_size)
+        else:
+            torch.save({"optimizer": optimizer.state_dict(), **rest}, path)
+            assert torch.equal(torch.load(path)["average"]["ema"][0], torch.ones(2000))
+        found = model.state_dict(), optimizer.state_dict(), rest["average"]
+        assert str(found) == str(expected)
+        assert torch.equal(rest["scale"], torch.ones(3))
+
+    def test_of_a_sharded_checkpoint_stay_when_its_folder_goes(self, ctx, tmp_path):
+        model, path = ctx.wrap(make_model()), tmp_path / "last"
+        ctx.save_sharded(path, model=model, ema=torch.ones(2000))
+        rest = ctx.load_sharded(path, model=model)
+        for file in path.glob("*.distcp"):
+            with file.open("r+b") as opened:
+                opened.write(b"\xff" * file.stat().st_size)
+        assert torch.equal(rest["ema"], torch.ones(2000))
+
+
+class TestShardedCheckpointsThatCannotBeWritten:
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+    @pytest.mark.parametrize("suffix", [".distcp", ".tmp"])
+    def test_on_a_full_disk(self, ctx, tmp_path, monkeypatch, suffix):
+        """The error had torch's internal message, such as `enforce fail at inline_container.cc`."""
+        path, model = tmp_path / "last", ctx.wrap(make_model())
+        ctx.save_sharded(path, model=model)
+        before = {file: file.read_bytes() for file in path.iterdir()}
+        opened = Path.open
+
+        def on_a_full_disk(file: Path, mode: str = "r", *arguments: Any) -> Any:
+            return opened(Path("/dev/full") if file.suffix == suffix else file, mode, *arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "open", on_a_full_disk)
+            with pytest.raises(CheckpointError) as caught:
+                ctx.save_sharded(path, model=model)
+        for part in (str(path), f"{str(tmp_path)!r} has", "The disk is full. The tensors take", "Free some space"):
+            assert part in str(caught.value)
+        assert {file: file.read_bytes() for file in path.iterdir()} == before
+        assert [*tmp_path.iterdir()] == [path]
+
+    def test_over_a_file(self, ctx, tmp_path):
+        (tmp_path / "last.pt").write_text("notes")
+        with pytest.raises(CheckpointError, match="The path is a file"):
+            ctx.save_sharded(tmp_path / "last.pt", model=make_model())
+        with pytest.raises(CheckpointError, match="NotADirectoryError"):
+            ctx.save_sharded(tmp_path / "last.pt" / "below", model=make_model())
+        assert (tmp_path / "last.pt").read_text() == "notes"

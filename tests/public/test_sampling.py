@@ -10,7 +10,18 @@ import torch
 from ddp_jobs import INPUTS, NUM_SAMPLES, TARGETS, gradient, make_model, make_plan, mean_loss, relative_error
 from error_types import InputError
 from raised import raises
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from autosplit import ddp
 
@@ -157,3 +168,57 @@ class TestRanks:
             sampler.resume(done * 16)
         rest = [list(sampler) for sampler in samplers]
         assert [part[2 * done :] for part in whole] == rest
+
+
+TRAINED = range(30)
+"""The training samples of a cross-validation. The other samples must not be trained."""
+
+
+class FirstThirty(Sampler[int]):
+    def __iter__(self):
+        return iter(TRAINED)
+
+    def __len__(self):
+        return len(TRAINED)
+
+
+CHOOSING = {
+    "subset": {"sampler": SubsetRandomSampler(TRAINED)},
+    "subset, batched": {"batch_sampler": BatchSampler(SubsetRandomSampler(TRAINED), 8, drop_last=False)},
+    "weighted": {"sampler": WeightedRandomSampler([1.0] * 30 + [0.0] * 15, NUM_SAMPLES)},
+    "random": {"sampler": RandomSampler(TRAINED)},
+    "in order": {"sampler": SequentialSampler(TRAINED)},
+    "distributed": {"sampler": DistributedSampler(TRAINED, num_replicas=2, rank=0)},
+    "class": {"sampler": FirstThirty()},
+    "list": {"sampler": [*TRAINED]},
+    "batches": {"batch_sampler": [[*range(8)], [*range(8, 30)]]},
+}
+
+
+class TestSamplersThatChoose:
+    @pytest.mark.parametrize("name", CHOOSING)
+    def test_no_advice_trains_other_samples(self, name):
+        """Cross-validation with a SubsetRandomSampler was refused with "Leave the sampler out".
+
+        That trains the 15 validation samples. A SequentialSampler or DistributedSampler of the training samples was
+        taken, and all 45 samples were trained.
+        """
+        loader = DataLoader(TensorDataset(torch.arange(NUM_SAMPLES)), **CHOOSING[name])
+        for place in (make_plan((5, 3), 8), *contexts((5, 3), 8)):
+            with raises(InputError, "loader-sampler", "torch.utils.data.Subset(dataset, ") as caught:
+                place.loader(loader)
+            for wrong in ("Leave the sampler out", "ctx.steps"):
+                assert wrong not in str(caught.value)
+
+    def test_the_advised_subset_is_trained_once(self):
+        subset = Subset(TensorDataset(torch.arange(NUM_SAMPLES)), SubsetRandomSampler(TRAINED).indices)
+        loaders = [context.loader(DataLoader(subset, shuffle=True)) for context in contexts((5, 3), 8)]
+        assert sorted(index for loader in loaders for (batch,) in loader for index in batch.tolist()) == [*TRAINED]
+
+    def test_the_advised_subset_may_repeat_samples(self):
+        """It takes the place of a WeightedRandomSampler."""
+        drawn = [*WeightedRandomSampler([1.0] * 30 + [0.0] * 15, NUM_SAMPLES)]
+        subset = Subset(TensorDataset(torch.arange(NUM_SAMPLES)), drawn)
+        loaders = [context.loader(DataLoader(subset)) for context in contexts((5, 3), 8)]
+        seen = sorted(index for loader in loaders for (batch,) in loader for index in batch.tolist())
+        assert seen == sorted(drawn)
