@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import hashlib
+from typing import Any, NamedTuple
+
+from torch.utils.data import SubsetRandomSampler
 
 from autosplit.ddp.device import told_by_all
 from autosplit.errors import InputError, shown
@@ -18,19 +20,45 @@ _ADVICE = {
 }
 
 
-def settings_of(loader: Any, **options: Any) -> dict[str, Any]:
-    """Return the settings of a loop over a loader that must be equal on all ranks, by name."""
+class Settings(NamedTuple):
+    """The settings of a loop over a loader.
+
+    Attributes:
+        common: Settings that must be equal on all ranks, by name.
+        chosen: A digest of the samples that a SubsetRandomSampler chooses. It must differ between the ranks.
+    """
+
+    common: dict[str, Any]
+    chosen: str | None = None
+
+
+def settings_of(loader: Any, **options: Any) -> Settings:
+    """Return the settings of a loop over a loader."""
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, ScheduledBatchSampler):
-        return {"loader": "a loader without ctx.batch_sampler", **options}
+        return Settings({"loader": "a loader without ctx.batch_sampler", **options}, _chosen_samples(loader))
     dataset: Any = getattr(loader, "dataset", None)
     size = {"data set size": len(dataset)} if hasattr(dataset, "__len__") else {}
-    return {"loader": "a loader with ctx.batch_sampler", **sampler.common_facts(), **size, **options}
+    return Settings({"loader": "a loader with ctx.batch_sampler", **sampler.common_facts(), **size, **options})
 
 
-def require_equal_settings(settings: Mapping[str, Any]) -> None:
-    """Raise InputError on all ranks if the settings of any rank differ from rank 0's."""
-    everyones = told_by_all(dict(settings))
+def _chosen_samples(loader: Any) -> str | None:
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, SubsetRandomSampler):
+        return None
+    return hashlib.sha256(repr(sorted(map(int, sampler.indices))).encode()).hexdigest()
+
+
+def require_equal_settings(settings: Settings) -> None:
+    """Raise InputError on all ranks if the common settings differ, or if two ranks chose the same samples."""
+    found = told_by_all(tuple(settings))
+    everyones, choices = [common for common, _ in found], [chosen for _, chosen in found if chosen is not None]
+    if len(set(choices)) < len(choices):
+        raise InputError(
+            "The loader has a SubsetRandomSampler with the same samples on several ranks, so each rank would train on "
+            "all of them. Expected only this rank's part. Pass ctx.loader(Subset(dataset, sampler.indices)).",
+            code="loader-not-cut-by-rank",
+        )
     if all(one == everyones[0] for one in everyones):
         return
     every_name = dict.fromkeys(name for one in everyones for name in one)

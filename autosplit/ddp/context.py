@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from autosplit.accelerators import is_accelerator, moved
-from autosplit.ddp.agreement import require_equal_settings, settings_of
+from autosplit.ddp.agreement import Settings, require_equal_settings, settings_of
 from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised
 from autosplit.ddp.checkpoint import CheckpointMethods
 from autosplit.ddp.equal_gradients import EqualGradients
@@ -453,7 +453,7 @@ class Context(CheckpointMethods):
     def _synchronised(
         self,
         made: Iterator[OptimizerStep],
-        settings: Callable[[], dict[str, Any]],
+        settings: Callable[[], Settings],
         *,
         watches: bool = False,
         rebalances: bool = False,

@@ -18,7 +18,7 @@ from ranks import found_by, job_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from autosplit import ddp
 from autosplit.errors import InputError
@@ -162,6 +162,24 @@ def with_wrapped_loader(how: str) -> str:
         except InputError as error:
             return str(error)
     return "no error"
+
+
+def with_chosen_samples(how: str) -> str | list[int]:
+    """Train on samples that a SubsetRandomSampler chooses, and return this rank's samples, or the error."""
+    with setup() as ctx:
+        model, seen = ctx.wrap(Net()), []
+        chosen = range(30) if how == "the same samples" else range(15 * ctx.rank, 15 * ctx.rank + 15)
+        loader = DataLoader(
+            TensorDataset(INPUTS, LABELS, torch.arange(NUM_SAMPLES)), 5, sampler=SubsetRandomSampler(chosen)
+        )
+        try:
+            for step in ctx.steps(loader):
+                for inputs, labels, indices in step:
+                    step.backward(usual_loss(model, inputs, labels))
+                    seen += indices.tolist()
+        except InputError as error:
+            return str(error)
+    return sorted(seen)
 
 
 def with_bar_around_steps() -> tuple[Tensor, list[int], int]:
@@ -321,6 +339,7 @@ def evaluated_by_one_rank() -> list[bool]:
 
 SCENARIOS: dict[str, Callable[[], Any]] = {
     **{how: lambda how=how: with_wrapped_loader(how) for how in WRAPPED},
+    **{how: lambda how=how: with_chosen_samples(how) for how in ("the same samples", "own samples")},
     "steps": with_bar_around_steps,
     **{how: lambda how=how: unsynchronised(how) for how in UNSYNCHRONISED},
     "wrapped again": wrapped_again,
@@ -341,6 +360,13 @@ def test_a_loader_inside_another_iterable_is_refused(ranks, how):
     for text in found_by(ranks, how):
         assert "ctx.steps(loader)" in text
         assert "tqdm(ctx.steps(loader))" in text
+
+
+def test_a_sampler_that_chooses_the_same_samples_on_each_rank_is_refused(ranks):
+    """Each rank drew all 30 training samples: 48 were trained in an epoch, 18 of them twice."""
+    for text in found_by(ranks, "the same samples"):
+        assert "ctx.loader(Subset(dataset, sampler.indices))" in text
+    assert found_by(ranks, "own samples") == [[*range(15)], [*range(15, 30)]]
 
 
 @pytest.mark.parametrize("how", WRAPPED)
