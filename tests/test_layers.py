@@ -43,7 +43,18 @@ KNOWN_VIOLATIONS = {
 }
 """Imports that break the table, as (module, imported module). Remove a pair when its import is gone."""
 
-IN_THE_ROOT = ("accelerators", "errors", "files", "notes", "oom", "rng", "text", "torch_versions", "__main__")
+IN_THE_ROOT = (
+    "accelerators",
+    "errors",
+    "files",
+    "launcher",
+    "notes",
+    "oom",
+    "rng",
+    "text",
+    "torch_versions",
+    "__main__",
+)
 WITHOUT_TORCH = (
     "errors",
     "text",

@@ -25,6 +25,7 @@ from autosplit.ddp.rendezvous import (
 )
 from autosplit.ddp.unequal_gathers import unequal_gathers_refused
 from autosplit.errors import PlanError
+from autosplit.launcher import end_with_launcher
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import without_notes
 from autosplit.plan.torchrun import PLAN_VARIABLE
@@ -47,7 +48,8 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None, *, elastic: bool
     rank at once, and a machine or network that went down after 15 s. Their collectives are then aborted and they raise
     RankFailedError. A process that has not left within 10 s is killed, with exit code 1. A message on stderr names a
     stopped rank (SIGSTOP) after 12 s, and a rank that never joins after 15 s. If an existing group uses gloo and the
-    failed rank is alive, the other ranks' collectives cannot be aborted, so these ranks are killed.
+    failed rank is alive, the other ranks' collectives cannot be aborted, so these ranks are killed. On Linux, a rank
+    ends with the torchrun or `autosplit launch` that started it, even if that process is killed.
 
     Args:
         profile: A plan, or a file that `Plan.save` wrote. Default: the file in the environment variable
@@ -71,6 +73,7 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None, *, elastic: bool
     Warns:
         UnwatchedWarning: The separate connection to rank 0 failed, so failures of ranks are not detected.
     """
+    end_with_launcher()
     place = place_here()
     plan, _ = plan_for_job(profile, None if elastic else place.world_size)
     store = None
