@@ -47,17 +47,6 @@ IN_THE_ROOT = (
     *("accelerators", "errors", "files", "launcher", "notes", "oom"),
     *("rng", "text", "torch_versions", "__main__"),
 )
-    "accelerators",
-    "errors",
-    "files",
-    "launcher",
-    "notes",
-    "oom",
-    "rng",
-    "text",
-    "torch_versions",
-    "__main__",
-)
 WITHOUT_TORCH = (
     "errors",
     "text",
@@ -112,7 +101,7 @@ WITHOUT_TORCH = (
     "cli.main",
 )
 MOST_MODULES = 135
-MOST_LINES = 27_370
+MOST_LINES = 27_460
 """Limits on what `import autosplit.tuning.tune` loads of autosplit. Lower them when it loads less."""
 
 TOOLS = ("accelerate", "lightning", "peft", "ray", "transformers")

@@ -291,7 +291,8 @@ def _main_can_be_imported() -> bool:
     multiprocessing imports its file. The line that runs now must be below `if __name__ == "__main__":`.
     """
     main = sys.modules["__main__"]
-    if getattr(main.__spec__, "name", "").endswith("__main__"):  # `python -m package`, which is never imported
+    name = getattr(getattr(main, "__spec__", None), "name", "")
+    if name.endswith("__main__"):  # multiprocessing never imports the main module of `python -m package`
         return False
     try:
         tree = ast.parse(Path(main.__file__ or "").read_bytes())
@@ -312,7 +313,7 @@ def _main_can_be_imported() -> bool:
 def main_left_out() -> Iterator[None]:
     """Start processes that do not import the main script, which would run again without a guard."""
     main = vars(sys.modules["__main__"])
-    kept = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    kept: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
     main["__spec__"] = None  # multiprocessing reads both names, and imports nothing if they are missing
     try:
         yield

@@ -23,7 +23,7 @@ def tune(kind, **keywords):
         autosplit.tune(kind(8, 2), batch, nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, devices="cpu:64MiB",
                        isolate=True, max_batch_size=8, n_trials=1, profile="off")
         print(kind.__name__, "tuned")
-    except autosplit.InputError as error:
+    except autosplit.AutosplitError as error:
         assert "Net is defined in the main script" in str(error), error
         assert "if __name__ == '__main__'" in str(error), error
         print(kind.__name__, "refused")
