@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autosplit.text import prose
+
 
 @dataclass(frozen=True)
 class Note:
@@ -11,11 +13,15 @@ class Note:
 
     Attributes:
         kind: A stable name of the note's subject, such as ``"no-gpu"``. Programs should compare the kind, not the text.
-        text: One or more sentences for the reader.
+        text: One or more sentences for the reader. Control characters are escaped, because a plan that has one in an
+            error's text could not be loaded.
     """
 
     kind: str
     text: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", prose(self.text))
 
     def __str__(self) -> str:
         return self.text

@@ -41,6 +41,25 @@ def printable(text: object, *, longest: int | None = LONGEST) -> str:
     return whole if whole.isprintable() else "".join(map(_shown_as, whole))
 
 
+_CONTROLS = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+_CONTROL = re.compile(f"[{_CONTROLS}\t\n]")
+_CONTROL_IN_PROSE = re.compile(f"[{_CONTROLS}]")
+
+
+def has_control_character(text: str, *, prose: bool = False) -> bool:
+    """Return whether a text has a C0 or C1 control, a line separator, a bidirectional control or a lone surrogate.
+
+    Args:
+        prose: Whether tabs and line feeds are allowed.
+    """
+    return (_CONTROL_IN_PROSE if prose else _CONTROL).search(text) is not None
+
+
+def prose(text: str) -> str:
+    r"""Escape control characters except tabs and line feeds as in Python, such as ``\x1b``."""
+    return _CONTROL_IN_PROSE.sub(lambda match: _shown_as(match[0]), text)
+
+
 def shortened(text: str, longest: int) -> str:
     """Leave out the middle of a string of more than `longest` characters. The result has `longest` characters."""
     if len(text) <= longest:

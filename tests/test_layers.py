@@ -43,7 +43,10 @@ KNOWN_VIOLATIONS = {
 }
 """Imports that break the table, as (module, imported module). Remove a pair when its import is gone."""
 
-IN_THE_ROOT = ("accelerators", "errors", "files", "notes", "oom", "rng", "text", "torch_versions", "__main__")
+IN_THE_ROOT = (
+    *("accelerators", "errors", "files", "launcher", "notes", "oom"),
+    *("rng", "text", "torch_versions", "__main__"),
+)
 WITHOUT_TORCH = (
     "errors",
     "text",
@@ -98,7 +101,7 @@ WITHOUT_TORCH = (
     "cli.main",
 )
 MOST_MODULES = 135
-MOST_LINES = 27_450
+MOST_LINES = 27_460
 """Limits on what `import autosplit.tuning.tune` loads of autosplit. Lower them when it loads less."""
 
 TOOLS = ("accelerate", "lightning", "peft", "ray", "transformers")

@@ -5,7 +5,6 @@ torchrun's own exit code is always 1. This module does not import torch, which m
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -17,9 +16,6 @@ from pathlib import Path
 OUTCOME_VARIABLE = "AUTOSPLIT_OUTCOME"
 """Environment variable with the file for rank 0's exit code. The process that started the ranks reads it."""
 
-STARTER_VARIABLE = "AUTOSPLIT_STARTER"
-"""Environment variable with the id of the process that started the ranks."""
-
 
 def reported(exit_code: int) -> int:
     """Return this process's exit code. Under torchrun it is 0, and rank 0 writes the real code to a file."""
@@ -29,21 +25,6 @@ def reported(exit_code: int) -> int:
     if os.environ.get("RANK") == "0":
         Path(path).write_text(str(exit_code), encoding="utf-8")
     return 0
-
-
-def end_with_parent() -> None:
-    """Let Linux end this process when the process that started it is killed."""
-    if os.environ.get(OUTCOME_VARIABLE) and sys.platform == "linux":
-        import ctypes
-
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-        if os.environ.get(STARTER_VARIABLE) not in (None, str(os.getppid())):
-            os._exit(1)  # the starter was killed during our imports
-
-
-_SET_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of Linux's prctl."""
 
 
 def exit_at_second_ctrl_c(

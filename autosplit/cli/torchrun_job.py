@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autosplit.cli.exit_code import OUTCOME_VARIABLE, STARTER_VARIABLE
+from autosplit.cli.exit_code import OUTCOME_VARIABLE
 from autosplit.errors import RankFailedError
+from autosplit.launcher import STARTER_VARIABLE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

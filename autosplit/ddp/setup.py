@@ -27,6 +27,7 @@ from autosplit.ddp.rendezvous import (
 )
 from autosplit.ddp.user_collectives import user_collectives
 from autosplit.errors import InputError, PlanError
+from autosplit.launcher import end_with_launcher
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import without_notes
 from autosplit.plan.torchrun import PLAN_VARIABLE
@@ -51,7 +52,8 @@ def setup(
     rank at once, and a machine or network that went down after 15 s. Their collectives are then aborted and they raise
     RankFailedError. A process that has not left within 10 s is killed, with exit code 1. A message on stderr names a
     stopped rank (SIGSTOP) after 12 s, and a rank that never joins after 15 s. If an existing group uses gloo and the
-    failed rank is alive, the other ranks' collectives cannot be aborted, so these ranks are killed.
+    failed rank is alive, the other ranks' collectives cannot be aborted, so these ranks are killed. On Linux, a rank
+    ends with the torchrun or `autosplit launch` that started it, even if that process is killed.
 
     Args:
         profile: A plan, or a file that `Plan.save` wrote. Default: the file in the environment variable
@@ -82,6 +84,7 @@ def setup(
         raise InputError(
             f"timeout_s is {timeout_s!r}. Expected seconds above 0. Leave timeout_s out for 600.", code="timeout-range"
         )
+    end_with_launcher()
     place = place_here()
     plan, _ = plan_for_job(profile, None if elastic else place.world_size)
     store = None

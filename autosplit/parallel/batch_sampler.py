@@ -16,9 +16,20 @@ from autosplit.parallel.awaited_update import LoopWithoutSteps
 from autosplit.parallel.hidden_sampler import Draws, begin_draws
 from autosplit.solve.split import accumulation_steps, micro_batch_sizes, short_split, whole_number
 
+MOST_EPOCHS = 2**32
+"""Largest epoch."""
+
+_TYPES = {int: "a whole number", bool: "True or False", str: "a string"}
+
 
 class LeftOutWarning(UserWarning):
     """A batch sampler has fewer samples than the data set, so the last samples are never trained on."""
+
+
+def _no_more_than(name: str, number: int, most: int) -> int:
+    if number > most:
+        raise InputError(f"{name} is {shown(number)}. Expected a whole number of at most {most}.", code="number-range")
+    return number
 
 
 @dataclass(frozen=True)
@@ -118,8 +129,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         self.num_samples = whole_number("num_samples", length, minimum=1)
         self.batch_size = whole_number("batch_size", batch_size, minimum=1)
         self.effective_batch_size = whole_number("effective_batch_size", effective_batch_size, minimum=1)
-        self.shuffle = shuffle
-        self.seed = whole_number("seed", seed)
+        self.shuffle = bool(shuffle)
+        self.seed = _no_more_than("seed", whole_number("seed", seed), 2**64 - 1)
         self.drop_last = drop_last
         if drop_last and self.num_samples < self.effective_batch_size:
             raise InputError(
@@ -228,7 +239,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         Raises:
             InputError: `epoch` is negative or not a whole number.
         """
-        self._go_to(whole_number("epoch", epoch))
+        self._go_to(_no_more_than("epoch", whole_number("epoch", epoch), MOST_EPOCHS))
         self._is_chosen = True
 
     def _go_to(self, epoch: int) -> None:
@@ -245,8 +256,9 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         Raises:
             InputError: `samples_consumed` is negative, more than the epoch has, or inside an optimizer step.
         """
-        self._start_step = self._step_after(samples_consumed, self.epoch)
-        self.samples_consumed = samples_consumed
+        samples = whole_number("samples_consumed", samples_consumed)
+        self._start_step = self._step_after(samples, self.epoch)
+        self.samples_consumed = samples
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the end of its last finished optimizer step, for a checkpoint."""
@@ -274,6 +286,13 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 f"The sampler's state has no {', '.join(lacks)}. Pass the dict that state_dict() returned.",
                 code="sampler-state-lacks",
             )
+        for name, own in (*facts.items(), ("epoch", 0), ("samples_consumed", 0)):
+            if type(state[name]) is not type(own):  # comparing a tensor would raise, and True equals 1
+                raise InputError(
+                    f"The sampler's state has {name} {shown(state[name])}. Expected {_TYPES[type(own)]}. Pass the dict "
+                    "that state_dict() returned.",
+                    code="sampler-state-type",
+                )
         wrong = [
             f"{name} {shown(state[name])} instead of {facts[name]}" for name in facts if state[name] != facts[name]
         ]
@@ -284,7 +303,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 "with the arguments that it had, or begin a new epoch.",
                 code="sampler-state-differs",
             )
-        self._step_after(state["samples_consumed"], whole_number("epoch", state["epoch"]))
+        epoch = _no_more_than("epoch", whole_number("epoch", state["epoch"]), MOST_EPOCHS)
+        self._step_after(state["samples_consumed"], epoch)
 
     def begin_epoch(self) -> None:
         """Advance to the next epoch if this one is consumed and `set_epoch` was not called."""
@@ -318,8 +338,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
             self._consumed += awaited[0]
             self._detects_updates = awaited[1]()
 
-    def _step_after(self, samples_consumed: int, epoch: int) -> int:
-        consumed = whole_number("samples_consumed", samples_consumed)
+    def _step_after(self, consumed: int, epoch: int) -> int:
+        whole_number("samples_consumed", consumed)
         ends = [0, *itertools.accumulate(step.num_samples for step in self._schedule_of_epoch(epoch))]
         if consumed > ends[-1]:
             raise InputError(
@@ -388,7 +408,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
             return range(self.num_samples)
         if self._draw is not None:
             return self._draw(epoch)
-        generator = torch.Generator().manual_seed(self.seed + epoch)
+        generator = torch.Generator().manual_seed((self.seed + epoch) % 2**64)
         return torch.randperm(self.num_samples, generator=generator)
 
     def _step_of(self, num_samples: int) -> StepSchedule:

@@ -75,7 +75,7 @@ class TokenBatchSampler(ScheduledBatchSampler):
         effective = self.effective_batch_size if self._keeps_effective else None
         steps = cut_epoch(self._plan, self._lengths, order, self._split, effective)
         if self.shuffle and effective is None:  # the batches are sorted by length, so shuffle the steps
-            generator = torch.Generator().manual_seed(self.seed + epoch)
+            generator = torch.Generator().manual_seed((self.seed + epoch) % 2**64)
             steps = [steps[number] for number in torch.randperm(len(steps), generator=generator).tolist()]
         return steps
 

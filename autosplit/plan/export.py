@@ -30,7 +30,7 @@ from autosplit.plan.exported import Export
 from autosplit.plan.record import PlanRecord
 from autosplit.plan.redact import shareable
 from autosplit.plan.torchrun import PLAN_VARIABLE, command_for
-from autosplit.text import printable, tuple_text
+from autosplit.text import has_control_character, printable, tuple_text
 
 UNSAVED = "plan.json"
 """Placeholder for the file of a plan that was not saved."""
@@ -110,18 +110,8 @@ _PRECISIONS = {"none": ("no", "32-true"), "bf16": ("bf16", "bf16-mixed"), "fp16"
 """Names of the precisions in accelerate and Lightning."""
 
 
-def _precision(plan: PlanRecord) -> tuple[str, str]:
-    if plan.precision not in _PRECISIONS:
-        raise PlanError(
-            f"the plan's precision is {shown(plan.precision)}, not one of {', '.join(_PRECISIONS)}. Tune again.",
-            code="export-precision",
-        )
-    return _PRECISIONS[plan.precision]
-
-
 def _to_transformers(plan: PlanRecord, _path: object) -> Export:
     """Return `TrainingArguments`. Arguments that are left out have a suitable default, or are unrelated to the plan."""
-    _precision(plan)
     (even, found), start = even_plan(plan, TRANSFORMERS), _Start.of(plan)
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": even.batch_size,
@@ -149,7 +139,7 @@ def _to_transformers(plan: PlanRecord, _path: object) -> Export:
 
 
 def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
-    precision, _ = _precision(plan)
+    precision, _ = _PRECISIONS[plan.precision]
     (even, found), start = even_plan(plan, ACCELERATE), _Start.of(plan)
     on_cpu, several = plan.devices[0].kind == "cpu", even.num_ranks > 1
     settings: dict[str, Any] = {
@@ -182,7 +172,7 @@ def _accelerate_launch(plan: PlanRecord, start: _Start, precision: str) -> str:
 
 def _to_lightning(plan: PlanRecord, _path: object) -> Export:
     """Return arguments of `Trainer`, which starts the other processes itself, and the batch size of each DataLoader."""
-    _, precision = _precision(plan)
+    _, precision = _PRECISIONS[plan.precision]
     (even, found), start = even_plan(plan, LIGHTNING), _Start.of(plan)
     if len(set(start.machines)) > 1:
         raise PlanError(
@@ -231,7 +221,6 @@ def _to_torchrun(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Expor
 
 
 def _to_env(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
-    _precision(plan)
     notes = first_notes(plan)
     variables: dict[str, str] = {}
     if plan.simulated:
@@ -258,9 +247,8 @@ def _to_env(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
         }
         if not _Start.of(plan).several:
             variables["PET_NPROC_PER_NODE"] = str(len(ranks))
-    notes = [printable(note) for note in notes]
     lines = [*_comment_lines(notes), *(f"export {name}={shlex.quote(value)}" for name, value in variables.items())]
-    return Export("env", variables, "\n".join(lines), notes=tuple(notes))
+    return Export("env", variables, "\n".join(lines), notes=tuple(map(printable, notes)))
 
 
 def _to_json(plan: PlanRecord, _path: object) -> Export:
@@ -270,10 +258,15 @@ def _to_json(plan: PlanRecord, _path: object) -> Export:
 
 
 def _file_of(plan: PlanRecord, path: str | os.PathLike[str] | None) -> tuple[Path, list[str]]:
-    if path is not None:
-        return Path(path), []
-    if plan.path is not None:
-        return plan.path, []
+    file = plan.path if path is None else Path(path)
+    if file is not None:
+        if has_control_character(str(file)):
+            raise InputError(
+                f"the plan's path {str(file)!r} has a control character. Expected a path that can be printed in a "
+                "command. Rename the file or its folder.",
+                code="export-path",
+            )
+        return file, []
     return Path(UNSAVED), [
         f'The plan is not saved. Run plan.save("{UNSAVED}") to write the file that the command names.'
     ]
@@ -376,4 +369,5 @@ def _script(found: Export, settings: Mapping[str, Any], start: _Start | None) ->
 
 
 def _comment_lines(notes: Sequence[str]) -> list[str]:
-    return [line for note in notes for line in textwrap.wrap(note, 100, initial_indent="# ", subsequent_indent="#   ")]
+    safe = map(printable, notes)
+    return [line for note in safe for line in textwrap.wrap(note, 100, initial_indent="# ", subsequent_indent="#   ")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from autosplit.devices.catalog import find_card
 from autosplit.errors import DeviceError, PlanError
 from autosplit.plan.record import PlanRecord
 from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_unfit
-from autosplit.text import tuple_text
+from autosplit.text import printable, tuple_text
 
 NAME = "autosplit"
 
@@ -94,10 +95,10 @@ def sbatch_file(machines: Sequence[Machines], plan_file: Path) -> str:
     lines = ["#!/bin/bash", f"#SBATCH --job-name={NAME}"]
     for at, group in enumerate(machines):
         gpus = "" if group.gpu is None else f" --gpus-per-node={group.ranks}"
-        of = "" if group.gpu is None else f"  # {group.gpu}"
+        of = "" if group.gpu is None else f"  # {printable(group.gpu)}"
         lines += ["#SBATCH hetjob"] if at else []
         lines.append(f"#SBATCH --nodes={group.count} --ntasks-per-node={1 if mixed else group.ranks}{gpus}{of}")
-    lines += [f"export {PLAN_VARIABLE}={json.dumps(str(plan_file))}", "export MASTER_ADDR=$(hostname)"]
+    lines += [f"export {PLAN_VARIABLE}={shlex.quote(str(plan_file))}", "export MASTER_ADDR=$(hostname)"]
     if not mixed:
         return "\n".join([*lines, f"srun --kill-on-bad-exit=1 python {SCRIPT}"])
     counts = ",".join(str(group.ranks) for group in machines for _ in range(group.count))
@@ -254,27 +255,39 @@ def _accelerator(gpu: str) -> str:
 
 
 def yaml_text(value: Any) -> str:
-    """Return a mapping or list as YAML in block style. Strings are quoted as in JSON, which is valid YAML.
+    """Return a mapping or list as YAML in block style. Strings and unusual keys are quoted.
 
-    A string of whole lines without indentation becomes a block, because it is easier to read.
+    A string of whole printable lines without indentation becomes a block, because it is easier to read.
     """
     return "\n".join(_yaml_lines(value))
 
 
 def _yaml_lines(value: Any) -> Iterator[str]:
-    if isinstance(value, str) and re.fullmatch(r"(\S.*\n)+", value):
+    if isinstance(value, str) and re.fullmatch(r"(\S.*\n)+", value) and value.replace("\n", "").isprintable():
         yield "|"
-        yield from (f"  {line}" for line in value.splitlines())
+        yield from (f"  {line}" for line in value[:-1].split("\n"))
     elif isinstance(value, Mapping) and value:
         for key, one in value.items():
-            yield from _joined(f"{key}:", one, indented=isinstance(one, Mapping))
+            plain = _PLAIN_KEY.fullmatch(key) and key.lower() not in _YAML_WORDS
+            yield from _joined(f"{key if plain else _yaml_string(key)}:", one, indented=isinstance(one, Mapping))
     elif isinstance(value, (list, tuple)) and value:
         for one in value:
             first, *others = _yaml_lines(one)
             yield f"- {first}"
             yield from (f"  {line}" for line in others)
     else:
-        yield json.dumps(value)
+        yield _yaml_string(value) if isinstance(value, str) else json.dumps(value)
+
+
+_PLAIN_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
+_YAML_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+"""Words that YAML 1.1 reads as a boolean or null."""
+
+
+def _yaml_string(text: str) -> str:
+    r"""Quote a string with YAML's double quotes: as JSON does, but with ``\U0001f600`` instead of surrogate pairs."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
 
 
 def _joined(key: str, value: Any, *, indented: bool) -> Iterator[str]:

@@ -17,7 +17,7 @@ from autosplit.errors import PlanError
 from autosplit.files import profile_with_key, read_bounded, replace_file, what_stands_at
 from autosplit.notes import Note
 from autosplit.plan.explanation import Change, Explained, TunedWay
-from autosplit.plan.validation import fits_devices, unfit_number, unsound_part
+from autosplit.plan.validation import PRECISIONS, control_character, fits_devices, unfit_number, unsound_part
 from autosplit.probe.check_result import Check
 from autosplit.probe.loader_result import LoaderSettings
 from autosplit.solve.memory import Ceiling, Fits, MemoryParts, Region
@@ -260,6 +260,7 @@ class PlanRecord:
         simulated = any(device.kind == "sim" for device in self.devices)
         self._require(self.simulated == simulated, "simulated", f"{simulated}, because of its devices")
         self._require(self.loss_reduction in ("mean", "sum"), "loss_reduction", "'mean' or 'sum'")
+        self._require(self.precision in PRECISIONS, "precision", f"one of {PRECISIONS}")
         ranks = [settings.rank for settings in self.ddp.ranks]
         self._require(ranks in ([], list(range(len(self.split)))), "ddp", "a rank for each device in order, or none")
         if self.effective_batch_sizes is not None:
@@ -370,7 +371,9 @@ class PlanRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str = "the text") -> Self:
-        """Read a plan from untrusted JSON. Types, ranges and sums are checked.
+        """Read a plan from untrusted JSON. Types, ranges, sums and fixed values are checked.
+
+        A text with control characters is refused. Notes and other sentences may have tabs and line ends.
 
         Args:
             text: The JSON.
@@ -388,6 +391,7 @@ class PlanRecord:
                     f"{source} has schema_version {version}, but this version reads {SCHEMA_VERSION}. Tune again.",
                     code="plan-version",
                 )
+            unsound = control_character(msgspec.json.decode(text))
             plan = msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise PlanError(
@@ -395,7 +399,7 @@ class PlanRecord:
                 "Plan.save wrote. Pass such a file, or tune again.",
                 code="plan-not-a-plan",
             ) from None
-        unsound = unsound_part(plan)
+        unsound = unsound or unsound_part(plan)
         if unsound is not None:
             raise PlanError(
                 f"{source} is not a valid plan: {printable(unsound, longest=300)}. Expected a file that Plan.save "

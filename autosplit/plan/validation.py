@@ -6,11 +6,13 @@ The file is untrusted. The explanation, the report, the wrapper and the ranks re
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from autosplit.solve.step_time import Fit
+from autosplit.text import has_control_character
 
 LARGEST = 2**62
 """Upper bound of all numbers of a plan: 4 EiB, or as many samples."""
@@ -21,14 +23,70 @@ DEEPEST = 32
 _MOST_OTHER_BOUNDS = 8
 """Largest number of bounds in addition to the memory and the time of each device."""
 
+PRECISIONS = ("none", "bf16", "fp16")
+
+_KIND = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
+"""A kind of device: ``"sim"``, or a name that torch accepts, such as ``"cuda"`` or that of a PrivateUse1 back end."""
+
+_ATTENTION = ("cudnn", "flash", "efficient", "math")
+
+_PROSE = frozenset({"text", "failure", "advice", "remark", "reason"})
+"""Keys of sentences, which may have tabs and line ends. They are never part of an exported command or a YAML file."""
+
+
+def control_character(plain: object) -> str | None:
+    """Describe a text in decoded JSON that has a control character. Return None if there is none.
+
+    A line end would begin a new line of a shell script, and an escape sequence would control the terminal.
+    """
+    waiting = [("the plan", plain)]
+    while waiting:  # recursion would end at Python's limit
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [("a key", key) for key in value]
+            waiting += value.items()
+        elif isinstance(value, list):
+            waiting += [(name, item) for item in value]
+        elif isinstance(value, str) and has_control_character(value, prose=name in _PROSE):
+            return f"{name} is {value[:40]!r}, but control characters are not allowed"
+    return None
+
 
 def unsound_part(plan: Any) -> str | None:
     """Describe the first contradiction in a plan. Return None if there is none."""
     for name in ("machine", "workload"):
         if _is_deeper(getattr(plan, name), DEEPEST):
             return f"{name} is nested over {DEEPEST} levels deep"
-    checks = (_unsound_devices, _unsound_ranks, _unsound_measurements, _unsound_changes, _unsound_explanation)
+    checks = (
+        _unknown_values,
+        _unsound_devices,
+        _unsound_ranks,
+        _unsound_measurements,
+        _unsound_changes,
+        _unsound_explanation,
+    )
     return next((text for check in checks for text in check(plan, len(plan.devices))), None)
+
+
+def _unknown_values(plan: Any, _count: int) -> Iterator[str]:
+    kinds = {device.kind for device in plan.devices}
+    for kind in kinds:
+        if not _KIND.fullmatch(kind):
+            yield f"a device's kind is {kind!r:.60}, expected a device type of torch, such as 'cuda', or 'sim'"
+    request, workload = plan.request, plan.workload
+    roles = () if plan.fits is None else plan.fits.roles
+    for name, values, known in (
+        ("request.strategy", [request.get("strategy", "auto")], ("auto", "balanced", "ddp")),
+        ("workload.precision", [workload.get("precision")], (None, *PRECISIONS)),
+        ("workload.loss_reduction", [workload.get("loss_reduction", "mean")], ("mean", "sum")),
+        ("workload.loss_scope", [workload.get("loss_scope", "sample")], ("sample", "batch")),
+        ("fits.roles", roles, ("resume", "save", "eval")),
+        ("attention", [one for device in plan.devices for one in device.attention], _ATTENTION),
+        ("explained.attention", [] if plan.explained is None else plan.explained.explanation.attention, _ATTENTION),
+    ):
+        unknown = [value for value in values if value not in known]
+        if unknown:
+            yield f"{name} is {unknown[0]!r:.60}, expected one of {known}"
 
 
 def _unsound_devices(plan: Any, _count: int) -> Iterator[str]:

@@ -111,7 +111,7 @@ class Request:
         least, most = self.effective_batch_sizes or (None, None)
         return {
             "devices": [device.label for device in self.devices],
-            "reserve": None if self.reserve is None else str(self.reserve),
+            "reserve": None if self.reserve is None else str(self.reserve).strip(),
             "strategy": self.strategy,
             "effective_batch_size": least if least == most else [least, most],
             "max_batch_size": self.max_batch_size,

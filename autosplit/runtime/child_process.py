@@ -6,6 +6,8 @@ why a worker died, or at which call.
 
 from __future__ import annotations
 
+import ast
+import io
 import multiprocessing
 import os
 import pickle
@@ -13,11 +15,13 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar
 
 from autosplit.errors import AutosplitError, InputError, one_line
@@ -75,12 +79,21 @@ class Child:
         make: A picklable function that makes the object in the spawned process.
 
     Raises:
-        InputError: `make` cannot be pickled.
+        InputError: `make` cannot be pickled, or needs a script that would start over in the spawned process.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
-        self._waiting: bytes | None = _pickled(make)
+        self._waiting: bytes | None
+        self._waiting, of_main = _pickled(make)
+        self._needs_main = bool(of_main)
+        if self._needs_main and not _main_can_be_imported():
+            raise InputError(
+                f"isolate=True, but {of_main[0]} is defined in the main script, which another process can't import "
+                "without running it again. Move it to a module, or call autosplit below "
+                "`if __name__ == '__main__':`, or leave isolate out.",
+                code="main-without-guard",
+            )
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
         self._is_ready = False
@@ -94,7 +107,7 @@ class Child:
         """Start the process if there is none. Return before it finishes loading."""
         if self._process is not None:
             return
-        self._waiting = self._waiting or _pickled(self._make)
+        self._waiting = self._waiting or _pickled(self._make)[0]
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         # Not a daemon, because a workload may have a DataLoader with workers. By default, a spawned process would also
@@ -102,7 +115,7 @@ class Child:
         method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
         process = context.Process(target=_serve, args=(theirs, method), name="autosplit-isolated", daemon=False)
         try:
-            with _undisturbed():
+            with _undisturbed(), nullcontext() if self._needs_main else main_left_out():
                 process.start()
         except BaseException as error:
             ours.close()
@@ -240,16 +253,72 @@ def _exitcode(process: BaseProcess, limit_s: float) -> int | None:
     return process.exitcode
 
 
-def _pickled(what: Any) -> bytes:
-    """Pickle with the plain pickler. multiprocessing's pickler would move a live model's tensors to shared memory."""
+class _Pickler(pickle.Pickler):
+    """The plain pickler. multiprocessing's pickler would move a live model's tensors to shared memory.
+
+    Attributes:
+        of_main: Classes and functions of the main script that were pickled. Loading them needs the script.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.of_main: list[str] = []
+
+    def reducer_override(self, item: Any) -> Any:
+        if isinstance(item, (type, FunctionType)) and item.__module__ in ("__main__", "__mp_main__"):
+            self.of_main.append(item.__qualname__)
+        return NotImplemented
+
+
+def _pickled(what: Any) -> tuple[bytes, list[str]]:
+    """Return the pickled bytes, and the names of the main script that loading them needs."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
     try:
-        return pickle.dumps(what)
+        pickler.dump(what)
+        return file.getvalue(), pickler.of_main
     except Exception as error:  # noqa: BLE001  # pickling runs the objects' code, which may raise anything
         raise InputError(
             f"isolate=True, but the workload can't be pickled ({one_line(error)}). Expected a workload of importable "
             "functions and classes. Define them in a module, or leave isolate out.",
             code="workload-not-picklable",
         ) from None
+
+
+def _main_can_be_imported() -> bool:
+    """Return whether the main script can be imported without repeating what it does now.
+
+    multiprocessing imports its file. The line that runs now must be below `if __name__ == "__main__":`.
+    """
+    main = sys.modules["__main__"]
+    name = getattr(getattr(main, "__spec__", None), "name", "")
+    if name.endswith("__main__"):  # multiprocessing never imports the main module of `python -m package`
+        return False
+    try:
+        tree = ast.parse(Path(main.__file__ or "").read_bytes())
+    except (AttributeError, OSError, SyntaxError, ValueError):  # a notebook, `python -c`, or a script from stdin
+        return False
+    guards = [one for one in tree.body if isinstance(one, ast.If) and "__name__" in ast.unparse(one.test)]
+    lines = [
+        line
+        for frame, line in traceback.walk_stack(None)
+        if frame.f_code.co_name == "<module>" and frame.f_globals is vars(main)
+    ]
+    return bool(guards) and all(
+        any(guard.lineno <= line <= (guard.end_lineno or 0) for guard in guards) for line in lines
+    )
+
+
+@contextmanager
+def main_left_out() -> Iterator[None]:
+    """Start processes that do not import the main script, which would run again without a guard."""
+    main = vars(sys.modules["__main__"])
+    kept: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    main["__spec__"] = None  # multiprocessing reads both names, and imports nothing if they are missing
+    try:
+        yield
+    finally:
+        main.update(kept)
 
 
 @contextmanager

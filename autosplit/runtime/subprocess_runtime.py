@@ -177,8 +177,7 @@ class IsolatedRuntime:
         except ChildLostError as lost:
             raise AutosplitError(
                 f"The process for real steps {lost.cause} before it had built the workload. Fix the error that it "
-                "printed above (a script that tunes needs `if __name__ == '__main__':`), or leave isolate out "
-                "(--no-isolate).",
+                "printed above, or leave isolate out (--no-isolate).",
                 code="isolated-process-not-started",
             ) from None
 

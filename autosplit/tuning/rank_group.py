@@ -20,6 +20,7 @@ from autosplit.ddp.rendezvous import Place, explain_loopback, meeting_place, pla
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, one_line
+from autosplit.launcher import end_with_launcher
 from autosplit.probe.request import Request
 from autosplit.profiles.key import machine_of
 from autosplit.tuning.peers import Interrupts, Peers, has_waited
@@ -144,6 +145,7 @@ def _machine_of_all(machines: Sequence[Mapping[str, Any]], locals_: Sequence[int
 @contextmanager
 def _talking(place: Place) -> Iterator[Peers]:
     """Make a gloo group for messages, and destroy it at the end. An existing process group is not destroyed."""
+    end_with_launcher()
     adopted = dist.is_initialized()
     before = open_sockets()
     group = dist.new_group(backend="gloo") if adopted else _met(place)

@@ -26,6 +26,7 @@ from autosplit.solve.search_space import Configuration
 from autosplit.solve.solver import Solver
 from autosplit.solve.split import accumulation_steps, even_split, micro_batch_sizes
 from autosplit.solve.trial import Trial, best_trial, configuration_of
+from autosplit.text import prose
 from autosplit.tuning.assemble import Answer, accumulates, assembled, idle_notes, why_single
 from autosplit.tuning.progress import Progress, fraction_of, searched_share
 from autosplit.tuning.worker import Worker, Workers
@@ -204,7 +205,7 @@ class Session(ABC):
         try:
             measured = self._measured(splits)
         except OutOfMemoryError as error:
-            return replace(trial, failure=str(error), failed_device=error.device_index)
+            return replace(trial, failure=prose(str(error)), failed_device=error.device_index)
         return replace(
             trial,
             samples_per_s=sum(map(sum, splits)) / measured.seconds,

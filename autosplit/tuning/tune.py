@@ -157,7 +157,9 @@ def tune(
             inaccurate.
         isolate: Run real steps in a separate process. If a crash in a kernel, the system's out-of-memory killer or a
             hang ends that process, only one step is lost. The step counts as out of memory, and the plan gets a note.
-            The workload must be picklable, and is built again in that process. No effect on ``sim:`` devices.
+            The workload must be picklable, and is built again in that process. That process does not run the main
+            script, unless the workload has a class or function of a script whose call is below
+            ``if __name__ == "__main__":``. No effect on ``sim:`` devices.
         profile: ``"auto"`` returns a stored plan for this kind of machine and this workload, and stores a new plan.
             ``"refresh"`` tunes again. ``"off"`` neither reads nor stores plans. On other GPUs of the same kind, or with
             another driver, one step confirms a stored plan. If less memory is free than the plan needs, the plan is

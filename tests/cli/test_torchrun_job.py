@@ -17,9 +17,9 @@ from marks import for_release
 from raised import raises
 
 from autosplit.cli import torchrun_job
-from autosplit.cli.exit_code import OUTCOME_VARIABLE, STARTER_VARIABLE
 from autosplit.cli.main import main
 from autosplit.errors import InputError, PlanError
+from autosplit.launcher import STARTER_VARIABLE
 from autosplit.plan.plan import Plan
 from autosplit.plan.torchrun import command_for
 from autosplit.profiles import store
@@ -172,11 +172,11 @@ def test_the_rank_that_was_killed_is_the_one_that_failed_first(ended, first):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system ends it on Linux alone")
 @pytest.mark.parametrize(("starter", "code"), [(os.getpid(), 0), (2**22 - 1, 1)], ids=["there", "gone"])
-def test_a_rank_whose_starter_was_killed_ends_before_it_waits_for_others(tmp_path, starter, code):
+def test_a_rank_whose_starter_was_killed_ends_before_it_waits_for_others(starter, code):
     """Ranks stayed and slept forever. The system reports a parent's death only after the request for it."""
     done = subprocess.run(
-        [sys.executable, "-c", "from autosplit.cli.exit_code import end_with_parent; end_with_parent()"],
-        env={**os.environ, OUTCOME_VARIABLE: str(tmp_path / "outcome"), STARTER_VARIABLE: str(starter)},
+        [sys.executable, "-c", "from autosplit.launcher import end_with_launcher; end_with_launcher()"],
+        env={**os.environ, STARTER_VARIABLE: str(starter)},
         check=False,
     )
     assert done.returncode == code

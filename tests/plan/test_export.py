@@ -311,8 +311,8 @@ def test_a_name_can_not_leave_its_comment():
         told = [line for line in text.splitlines() if "reboot" in line]
         assert told
         assert all(line.startswith("#") for line in told)
-    with raises(PlanError, "export-precision"):
-        replace(even_plan(), precision=evil).export("env")
+    with raises(PlanError, "plan-value"):
+        replace(even_plan(), precision=evil)
 
 
 # ---------------------------------------------------------------------------------------------------------- the text

@@ -41,7 +41,7 @@ def test_slurm_asks_for_equal_nodes():
     lines = found.text.split("\n")
     assert lines[0] == "#!/bin/bash"
     assert f"#SBATCH --nodes=2 --ntasks-per-node=4 --gpus-per-node=4  # {A100}" in lines
-    assert 'export AUTOSPLIT_PROFILE="/shared/plan.json"' in lines
+    assert "export AUTOSPLIT_PROFILE=/shared/plan.json" in lines
     assert lines[-1] == "srun --kill-on-bad-exit=1 python train.py"
     assert "scontrol" not in found.text, "it is missing in many containers"
     assert found.settings == {"machines": [{"first": 0, "count": 2, "ranks": 4, "gpu": A100}]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -222,3 +223,36 @@ class TestSamplersThatChoose:
         loaders = [context.loader(DataLoader(subset)) for context in contexts((5, 3), 8)]
         seen = sorted(index for loader in loaders for (batch,) in loader for index in batch.tolist())
         assert seen == sorted(drawn)
+
+
+SPOILED = (10**30, 2**32 + 1, -1, True, 1.0, math.nan, "1", None, [], torch.tensor(0), torch.zeros(3))
+
+
+@pytest.mark.parametrize("value", SPOILED, ids=repr)
+@pytest.mark.parametrize("name", ["epoch", "samples_consumed", "num_samples", "seed", "shuffle"])
+def test_a_spoiled_state_is_refused_before_anything_changes(name, value):
+    """An epoch of 10**30 or a tensor was loaded, and the first batch failed."""
+    sampler = make_plan((2, 2), 8).batch_sampler(24, shuffle=True, seed=3)
+    sampler.set_epoch(2)
+    sampler.resume(8)
+    before, order = sampler.state_dict(), [*make_plan((2, 2), 8).batch_sampler(24, shuffle=True, seed=3)]
+    if value is before[name]:
+        return
+    with pytest.raises(InputError):
+        sampler.load_state_dict({**before, name: value})
+    assert sampler.state_dict() == before
+    assert len([*sampler]) == len(order) - 2
+
+
+@pytest.mark.parametrize("epoch", [10**30, -1, True, 1.5, math.nan, "1"], ids=repr)
+def test_an_epoch_that_no_loader_can_draw_is_refused(epoch):
+    sampler = make_plan((2, 2), 8).batch_sampler(24, shuffle=True)
+    with pytest.raises(InputError):
+        sampler.set_epoch(epoch)
+    assert sampler.epoch == 0
+
+
+def test_the_largest_seed_and_epoch_can_be_drawn():
+    sampler = make_plan((2, 2), 8).batch_sampler(24, shuffle=True, seed=2**64 - 1)
+    sampler.set_epoch(2**32)
+    assert sorted(index for batch in sampler for index in batch) == [*range(24)]

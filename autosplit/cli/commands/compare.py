@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autosplit.cli.exit_code import end_with_parent
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
 from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
 from autosplit.cli.workload_arguments import isolates, one_of_several, sendable, tuned_quietly, users_errors
 from autosplit.errors import InputError
 from autosplit.extras.cluster import Cluster, is_cluster
 from autosplit.extras.compare import ComparedMachine, Comparison
+from autosplit.launcher import end_with_launcher
 from autosplit.plan.plan import Plan
 from autosplit.solve.split import whole_number
 from autosplit.text import counted_text, printable, rate_text, size_text
@@ -51,7 +51,7 @@ def compare(
             "autosplit compare needs either a workload or --models FILE. Name one of them.",
             code="compare-spec-or-models",
         )
-    end_with_parent()
+    end_with_launcher()
     if one_of_several():
         raise InputError(
             "autosplit compare was started in a job of several processes, but it needs only one process. Run it "

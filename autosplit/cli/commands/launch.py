@@ -11,6 +11,7 @@ from pathlib import Path
 from autosplit.cli.named_plan import plan_file
 from autosplit.cli.output import Manner, note, print_json
 from autosplit.errors import InputError
+from autosplit.launcher import STARTER_VARIABLE
 from autosplit.plan.torchrun import command_for
 from autosplit.text import printable
 
@@ -44,6 +45,7 @@ def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None,
             note(f"{script} does not import autosplit. {text}", manner)
     sys.stdout.flush()
     sys.stderr.flush()
-    # torchrun replaces this process, so that it gets the signals and sets the exit code.
-    os.execve(job.command[0], list(job.command), {**os.environ, **job.variables})  # noqa: S606 - our own command
+    # torchrun replaces this process, so that it gets the signals and sets the exit code. Its process id stays the same.
+    environment = {**os.environ, **job.variables, STARTER_VARIABLE: str(os.getpid())}
+    os.execve(job.command[0], list(job.command), environment)  # noqa: S606 - our own command
     raise AssertionError("execve replaces this process")

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autosplit.cli.exit_code import end_with_parent
 from autosplit.cli.output import Manner, print_answer, progress, speaks
 from autosplit.cli.tables import (
     add_row,
@@ -31,6 +30,7 @@ from autosplit.cli.workload_arguments import (
     ranks_to_start,
     users_errors,
 )
+from autosplit.launcher import end_with_launcher
 from autosplit.plan.measured_step import MeasuredStep
 from autosplit.text import ms_text, rate_text, tuple_text
 
@@ -39,7 +39,7 @@ _PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "un
 
 def measure(manner: Manner, *, spec: str, model_options: Mapping[str, Any], **keywords: Any) -> int:
     """Measure a configuration, and print the results."""
-    end_with_parent()
+    end_with_launcher()
     check_before_running(keywords, None)
     together, keywords = as_rank(keywords)
     if (count := ranks_to_start(keywords, together=together)) > 1:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autosplit.cli.exit_code import end_with_parent
 from autosplit.cli.named_plan import shown_by
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_plan, progress, speaks
 from autosplit.cli.pasted_code import Origin
@@ -24,6 +23,7 @@ from autosplit.cli.workload_arguments import (
     users_errors,
 )
 from autosplit.errors import InputError, PlanError
+from autosplit.launcher import end_with_launcher
 from autosplit.plan.plan import Plan
 from autosplit.profiles.store import NOT_SAVED
 from autosplit.text import without_passwords
@@ -41,7 +41,7 @@ def tune(
     **keywords: Any,
 ) -> int:
     """Tune a workload, print its plan, and save it if an output was given."""
-    end_with_parent()
+    end_with_launcher()
     keywords = {**_one_machine(spec, devices), **keywords}
     check_before_running(keywords, output)
     lengths = {"lengths": lengths_in(keywords["lengths"])} if "lengths" in keywords else {}
