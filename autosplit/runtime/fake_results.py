@@ -25,7 +25,13 @@ from torch import Tensor
 from autosplit.devices.transfer import TRANSFER_OP
 from autosplit.runtime.data_dependent import OPERATORS, READS
 from autosplit.runtime.tensor_parts import key_of
-from autosplit.torch_versions import FakeTensor, FakeTensorMode, aten_ops, unset_fake_temporarily
+from autosplit.torch_versions import (
+    FakeTensor,
+    FakeTensorMode,
+    aten_ops,
+    unset_fake_temporarily,
+    without_torch_functions,
+)
 
 _PLAIN = frozenset({
     bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format
@@ -70,32 +76,35 @@ class FakeResults:
         self._known: dict[Any, _Outputs | None] = {}
         self._repeatable: dict[Any, bool] = {}
 
-    def key_of_call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]) -> Any:
-        """Return a key of everything that the outputs depend on, or None if the operator must run."""
+    def repeated(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
+    ) -> tuple[Any, Any]:
+        """Return a key of all that the outputs depend on, and the outputs of a repeated call.
+
+        The key is None if the operator must run. The outputs are None if the operator must run, or runs the first time.
+        """
         repeatable = self._repeatable.get(func)
         if repeatable is None:
             repeatable = self._repeatable[func] = _is_repeatable(func)
         if not repeatable or not inputs:
-            return None
+            return None, None
         mode = getattr(inputs[0], "fake_mode", None)
         if mode is None or any(getattr(tensor, "fake_mode", None) is not mode for tensor in inputs):
-            return None
-        try:
-            described = _described(args), *((name, _described(value)) for name, value in kwargs.items())
-        except _UnknownError:
-            return None
-        return func, described, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
-
-    def outputs(self, key: Any, args: Sequence[Any], inputs: Sequence[Tensor]) -> Any:
-        """Return the outputs of a repeated call, or None for the first call."""
-        known = self._known.get(key)
-        if known is None:
-            return None
-        if not known.outputs:
-            return args[0]
-        mode: Any = inputs[0].fake_mode  # type: ignore[attr-defined]  # `key_of_call` has seen it
-        made = tuple(None if one is None else _made(one, mode, inputs[0]) for one in known.outputs)
-        return made if known.is_tuple else made[0]
+            return None, None
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+        with without_torch_functions():
+            try:
+                described = _described(args), *((name, _described(value)) for name, value in kwargs.items())
+            except _UnknownError:
+                return None, None
+            key = func, described, modes
+            known = self._known.get(key)
+            if known is None:
+                return key, None
+            if not known.outputs:
+                return key, args[0]
+            made = tuple(None if one is None else _made(one, mode, inputs[0]) for one in known.outputs)
+            return key, made if known.is_tuple else made[0]
 
     def note(self, key: Any, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Any) -> None:
         """Store the outputs of a call that ran, if `outputs` can make the same outputs again."""
@@ -156,5 +165,5 @@ def _made(output: _Output, mode: FakeTensorMode, source: Tensor) -> Tensor:
     with unset_fake_temporarily():
         tensor = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device="meta")
         if output.is_view:
-            tensor.set_(source.untyped_storage(), output.offset, output.shape, output.stride)  # type: ignore[call-overload]
+            tensor.set_(source.untyped_storage(), output.offset, output.shape, output.stride)
     return FakeTensor(mode, tensor, output.device)

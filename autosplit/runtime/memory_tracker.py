@@ -326,8 +326,7 @@ class Tracker(TorchDispatchMode, Placement):
 
     def _outputs_of(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
         results = self._fake_results
-        key = None if results is None else results.key_of_call(func, args, kwargs, inputs)
-        outputs = None if results is None or key is None else results.outputs(key, args, inputs)
+        key, outputs = (None, None) if results is None else results.repeated(func, args, kwargs, inputs)
         if outputs is None:
             outputs = as_real(func, args, self._run(func, args, kwargs), like_gpu=self._kernels is not None)
             if results is not None and key is not None:
