@@ -152,7 +152,7 @@ def measured(before: Path, rounds: int) -> dict[str, Any]:
         "tensors": tensors,
         "char_gpt on sim:2xRTX4090": plain,
         f"{PROFILES} profiles": profiles,
-        "machine": {"processor": processor(), "processors": os.cpu_count(), "system": platform.system()},
+        "machine": {"processor": processor(), "cpus": os.cpu_count(), "system": platform.system()},
         "load": [round(load, 2), round(os.getloadavg()[0], 2)],
         "versions": {"python": platform.python_version(), "torch": version("torch")},
         "date": datetime.now(timezone.utc).date().isoformat(),
