@@ -705,8 +705,8 @@ def _growth() -> list[str]:
     found = _read("growth")
     now, before = found["commits"]["now"], found["commits"]["before"]
     text = (
-        f"Commit {now} and commit {before} in turns, on a machine with other load. The seconds of the CPU depend less on "
-        "that load than the wall time. A model of N tensors has N parameters with one operator each."
+        f"Commit {now} and commit {before} in turns, on a machine with other load. CPU seconds depend less on that "
+        "load than the wall time. A model of N tensors has N parameters with one operator each."
     )
     cases = {**{f"{name} (tensors)": case for name, case in found["tensors"].items()}}
     cases["`examples/char_gpt.py` on sim:2xRTX4090"] = found["char_gpt on sim:2xRTX4090"]

@@ -134,7 +134,8 @@ def unfit_number(value: Any, name: str = "the plan") -> str | None:
     if isinstance(value, tuple):
         parts: Iterator[tuple[object, str]] = ((item, f"{name}[{i}]") for i, item in enumerate(value))
     else:
-        parts = ((getattr(value, part), part) for part in _field_names(type(value)))
+        kind: Any = type(value)
+        parts = ((getattr(value, part), part) for part in _field_names(kind))
     for item, called in parts:
         text = unfit_number(item, called)
         if text is not None:

@@ -286,11 +286,6 @@ def _remove_beside(path: Path) -> None:
         _discard(lock)
 
 
-def profiles() -> tuple[tuple[Path, Plan | None], ...]:
-    """Return all profiles, the newest first. The plan of an unreadable profile is None."""
-    return tuple((path, read_or_none(path)) for path in profile_paths())
-
-
 def _written_ns(path: Path) -> int:
     try:
         return path.lstat().st_mtime_ns

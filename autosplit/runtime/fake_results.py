@@ -2,8 +2,8 @@
 
 Note [Fake results]
 ~~~~~~~~~~~~~~~~~~~
-A model repeats few operators with few shapes. FakeTensorMode takes 0.2 ms for each call, also for a repeated one,
-because it describes all inputs and modes. This module makes the outputs from the shapes of an earlier call:
+A model repeats few operators with few shapes, but FakeTensorMode takes 0.2 ms for each call, also for a repeated one.
+So the outputs are made from the shapes of an earlier call:
 
     mul(x, p)      (8, 64), (64,)  ->  a new tensor of (8, 64)
     view(x, ...)   (8, 64)         ->  a tensor of (512,) in the memory of x
@@ -15,6 +15,7 @@ values always run, as do calls with real, sparse or constant tensors.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,21 +75,12 @@ class FakeResults:
 
     def __init__(self) -> None:
         self._known: dict[Any, _Outputs | None] = {}
-        self._repeatable: dict[Any, bool] = {}
 
     def repeated(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
     ) -> tuple[Any, Any]:
-        """Return a key of all that the outputs depend on, and the outputs of a repeated call.
-
-        The key is None if the operator must run. The outputs are None if the operator must run, or runs the first time.
-        """
-        repeatable = self._repeatable.get(func)
-        if repeatable is None:
-            repeatable = self._repeatable[func] = _is_repeatable(func)
-        if not repeatable or not inputs:
-            return None, None
-        mode = getattr(inputs[0], "fake_mode", None)
+        """Return a key of all that the outputs depend on (or None), and the outputs of a repeated call (or None)."""
+        mode = getattr(inputs[0], "fake_mode", None) if inputs and _is_repeatable(func) else None
         if mode is None or any(getattr(tensor, "fake_mode", None) is not mode for tensor in inputs):
             return None, None
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
@@ -117,6 +109,7 @@ class FakeResults:
                 self._known[key] = None
 
 
+@functools.cache
 def _is_repeatable(func: Any) -> bool:
     is_known = func.namespace == "aten" or func is TRANSFER_OP
     return is_known and func.overloadpacket not in _ALWAYS_RUN and not any(tag in func.tags for tag in _VARYING_TAGS)

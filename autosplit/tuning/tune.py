@@ -20,7 +20,6 @@ from autosplit.plan.record import replaced, with_notes
 from autosplit.probe.check_result import changed
 from autosplit.probe.gradient_check import NOT_FINITE
 from autosplit.probe.request import Request, checked_request
-from autosplit.profiles.differences import log_differences
 from autosplit.profiles.key import ProfileKey, machine_of
 from autosplit.profiles.tuning_lock import WaitingWarning
 from autosplit.runtime.prepare import Source, workload_source
@@ -449,6 +448,8 @@ def _tuned_anew(
 ) -> Plan:
     workers = tuning.workers
     if request.profile == "auto" and not found.notes:
+        from autosplit.profiles.differences import log_differences
+
         log_differences(key)
     session = session_of(workers)(workers, request, key, tuning.progress, notes)
     plan = replace(session.plan(), checkpointed=workers.own.followed.checkpointed)
