@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +154,12 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     """
     key: int = getattr(storage, "_cdata", id(storage))
     return key
+
+
+def without_torch_functions() -> AbstractContextManager[Any]:
+    """Skip modes of torch functions, which take as long as an operator's dispatch. Without torch's class, skip none."""
+    context: AbstractContextManager[Any] = getattr(torch._C, "DisableTorchFunction", nullcontext)()
+    return context
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:

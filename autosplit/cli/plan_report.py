@@ -25,7 +25,6 @@ from autosplit.devices.catalog import SIMULATED_ERRORS, UNMEASURED_RATES
 from autosplit.plan.explanation import BINDING_SHARE, loader_target
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings, shares_processor
-from autosplit.profiles.differences import NEAREST_PROFILE
 from autosplit.solve.split import even_split
 from autosplit.text import bound_text, counted_text, listed, ms_text, printable, rate_text, tuple_text
 
@@ -45,7 +44,7 @@ MOST_NOTE_LINES = 3
 With this number, two devices and three lines of reasons, the report has 24 lines.
 """
 
-REMARKS = (NEAREST_PROFILE, UNMEASURED_RATES)
+REMARKS = (UNMEASURED_RATES,)
 """Kinds of notes that only the full report shows, because they require no action."""
 
 _LIMITS = {"memory": " (memory)", "max_batch_size": "+", "kernel": " (a kernel's limit)", "time": " (time)"}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from autosplit.errors import PlanError
 from autosplit.plan.plan import Plan
 from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_unfit
-from autosplit.profiles.key import ProfileKey
 from autosplit.profiles.store import KEY_DIGITS
 from autosplit.profiles.validity import usable_here
 from autosplit.text import printable
@@ -36,8 +37,9 @@ def plan_for_job(
 
 def _newest_plan(world_size: int | None) -> tuple[Plan, Path]:
     usable = _usable_by(world_size)
-    if not usable:
-        if world_size == 1 and _usable_by(None):
+    found = next(usable, None)
+    if found is None:
+        if world_size == 1 and next(_usable_by(None), None) is not None:
             raise PlanError(
                 "This script runs as one process, but the saved plans for this machine need several. Start it with "
                 "autosplit launch SCRIPT.",
@@ -49,27 +51,35 @@ def _newest_plan(world_size: int | None) -> tuple[Plan, Path]:
             f"tune FILE, or set {PLAN_VARIABLE} to the file that plan.save(path) wrote.",
             code="no-profile-matches",
         )
-    if len(usable) > 1 and os.environ.get("RANK", "0") == "0":
-        tell_of_newest(described(usable[0][0]), usable[0][1], len(usable))
-    return usable[0]
+    plan, path = found
+    # One tuning of several variants saves a plan for each, and the fastest one last.
+    others = itertools.islice(usable, max(1, len(plan.ways)))
+    if os.environ.get("RANK", "0") == "0" and any(_job_of(other) != _job_of(plan) for other, _ in others):
+        tell_of_newest(described(plan), path)
+    return plan, path
 
 
-def tell_of_newest(text: str, path: Path, count: int) -> None:
+def _job_of(plan: Plan) -> tuple[object, ...]:
+    workload = {name: value for name, value in plan.workload.items() if name != "checkpointing"}
+    return plan.machine, workload, plan.request
+
+
+def tell_of_newest(text: str, path: Path) -> None:
     """Print on stderr which of several saved plans is used, because the user named none."""
     key = path.stem[:KEY_DIGITS]
     with suppress(OSError, ValueError):  # stderr may be closed
         sys.stderr.write(
             printable(
-                f"autosplit uses the newest of {count} saved plans for this machine: {key} ({text}). Choose "
+                f"autosplit uses the newest of several saved plans for this machine: {key} ({text}). Choose "
                 "another plan with autosplit launch --plan KEY. autosplit profiles lists the keys."
             )
             + "\n"
         )
 
 
-def _usable_by(world_size: int | None) -> list[tuple[Plan, Path]]:
-    ranked = [(plan, path) for path, plan in usable_here() if plan.ddp.ranks]
-    return _fastest_ways([found for found in ranked if world_size in (None, len(found[0].ddp.ranks))])
+def _usable_by(world_size: int | None) -> Iterator[tuple[Plan, Path]]:
+    ranked = ((plan, path) for path, plan in usable_here() if plan.ddp.ranks)
+    return (found for found in ranked if world_size in (None, len(found[0].ddp.ranks)))
 
 
 def hint_for_size(parameters: int, world_size: int) -> str:
@@ -79,17 +89,6 @@ def hint_for_size(parameters: int, world_size: int) -> str:
             key = path.stem[:KEY_DIGITS]
             return f"The saved plan {key} is for a model of this size: autosplit launch --plan {key} SCRIPT."
     return ""
-
-
-def _fastest_ways(found: list[tuple[Plan, Path]]) -> list[tuple[Plan, Path]]:
-    """Keep only the fastest of plans that differ only in their checkpointed layers. One tuning saves them all."""
-    fastest: dict[str, tuple[Plan, Path]] = {}
-    for plan, path in found:
-        workload = {name: value for name, value in plan.workload.items() if name != "checkpointing"}
-        key = ProfileKey(plan.machine, workload, plan.request).digest
-        if key not in fastest or plan.samples_per_s > fastest[key][0].samples_per_s:
-            fastest[key] = (plan, path)
-    return list(fastest.values())
 
 
 def described(plan: Plan) -> str:

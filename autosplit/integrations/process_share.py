@@ -7,6 +7,7 @@ plain python          1           the whole batch          BalancedDataParallel,
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -235,13 +236,13 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
         )
     if parameters is None:
         return None
-    of_size = [(path, plan) for path, plan in usable_here() if plan.workload.get("parameters") == parameters]
-    usable = [(path, plan) for path, plan in of_size if _is_for(plan, place)]
+    of_size = ((path, plan) for path, plan in usable_here() if plan.workload.get("parameters") == parameters)
+    usable = [*itertools.islice((one for one in of_size if _is_for(one[1], place)), 2)]
     if not usable:
         return None
     path, newest = usable[0]
     if place.rank == 0 and len({without_notes(plan).to_json() for _, plan in usable}) > 1:
-        tell_of_newest(described(newest) if newest.ddp.ranks else str(newest), path, len(usable))
+        tell_of_newest(described(newest) if newest.ddp.ranks else str(newest), path)
     return share_of(newest, place)
 
 

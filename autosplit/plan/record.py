@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import stat
 from collections.abc import Iterable
@@ -414,7 +415,7 @@ P = TypeVar("P", bound=PlanRecord)
 
 def with_path(plan: P, path: Path | None) -> P:
     """Return a copy of the plan with this `path`."""
-    found = replace(plan)
+    found = copy.copy(plan)  # `replace` would check the values again
     object.__setattr__(found, "_path", path)
     return found
 

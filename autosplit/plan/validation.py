@@ -5,6 +5,7 @@ The file is untrusted. The explanation, the report, the wrapper and the ranks re
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -182,15 +183,24 @@ def fits_devices(fit: Fit | None, count: int) -> bool:
     )
 
 
-def unfit_number(value: object, name: str = "the plan") -> str | None:
+def unfit_number(value: Any, name: str = "the plan") -> str | None:
     """Return the name and value of the first number that is out of range for a plan, or None."""
-    if is_dataclass(value):
-        parts = [(getattr(value, part.name), part.name) for part in fields(value)]
-    elif isinstance(value, tuple):
-        parts = [(item, f"{name}[{i}]") for i, item in enumerate(value)]
-    else:
+    if isinstance(value, (int, float)):
         # A line through two points may be negative at 0 samples, so `fixed_bytes` may be below 0.
         least = -LARGEST if name == "fixed_bytes" else 0
-        wrong = isinstance(value, (int, float)) and not least <= value < LARGEST
-        return f"{name} is {value!r:.40}" if wrong else None
-    return next((text for text in (unfit_number(item, called) for item, called in parts) if text is not None), None)
+        return None if least <= value < LARGEST else f"{name} is {value!r:.40}"
+    if isinstance(value, tuple):
+        parts: Iterator[tuple[object, str]] = ((item, f"{name}[{i}]") for i, item in enumerate(value))
+    else:
+        kind: Any = type(value)
+        parts = ((getattr(value, part), part) for part in _field_names(kind))
+    for item, called in parts:
+        text = unfit_number(item, called)
+        if text is not None:
+            return text
+    return None
+
+
+@functools.cache
+def _field_names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(part.name for part in fields(kind)) if is_dataclass(kind) else ()

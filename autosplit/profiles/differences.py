@@ -1,29 +1,22 @@
-"""Explain why no saved plan was used: find the most similar plan, and name the parts of the key that differ.
+"""Explain why no saved plan was used: name the parts of the key in which the newest plan differs.
 
 The content of a plan's file is untrusted, so it is only shown, on one line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from autosplit.errors import shown
-from autosplit.notes import Note
+from autosplit.errors import ProfileError, shown
 from autosplit.plan.plan import Plan
-from autosplit.text import listed, size_text
+from autosplit.profiles.store import KEY_DIGITS, profile_paths, read_or_none
+from autosplit.text import size_text
 
 if TYPE_CHECKING:
     from autosplit.profiles.key import ProfileKey
-
-NEAREST_PROFILE = "nearest-profile"
-"""The kind of the note that names the most similar profile."""
-
-MOST_TOLD = 3
-"""Maximum differing parts in a note. A fourth part is shown instead of "1 more". The log has all parts."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,37 +40,20 @@ _SAID = {
 """Texts for a changed part. Other parts are shown with both values."""
 
 
-def nearest_note(
-    remembered: Iterable[tuple[Path, Plan | None]], key: ProfileKey, *, ignoring: Sequence[str] = ()
-) -> Note | None:
-    """Return a note on the most similar profile and its differences, or None if no profile has this model's name.
-
-    Args:
-        remembered: The profiles, the newest first. Unreadable profiles are skipped.
-        ignoring: Parts of the workload to ignore. A plan that differs only in these parts is skipped.
-    """
-    found: list[tuple[int, Path, list[str]]] = []
-    for path, plan in remembered:
-        if plan is None or plan.workload.get("model") != key.workload.get("model"):
-            continue
-        try:
-            told = differences(plan, key)
-            ignored = {**key.workload, **{part: plan.workload.get(part) for part in ignoring}}
-            others = differences(plan, replace(key, workload=ignored))
-        except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
-            continue
-        if others:
-            found.append((len(told), path, told))
-    if not found:
-        return None
-    count, path, told = min(found, key=lambda one: one[0])
-    if count > MOST_TOLD:
-        _log.info("the most similar profile, %s: %s", path.stem[:8], "; ".join(told))
-    text = (
-        f"No profile matches. The most similar is {path.stem[:8]}: "
-        f"{listed(told, MOST_TOLD, separator='; ', last='; ')}."
-    )
-    return Note(NEAREST_PROFILE, text)
+def log_differences(key: ProfileKey) -> None:
+    """Log how the newest profile differs from a key that has no profile. No other file is read."""
+    try:
+        paths = profile_paths()[:1]
+    except (OSError, ProfileError):  # there is no cache
+        return
+    for path in paths:
+        plan = read_or_none(path)
+        if plan is not None and plan.workload.get("model") == key.workload.get("model"):
+            with contextlib.suppress(
+                RecursionError, ValueError
+            ):  # nested too deeply, or a number of thousands of digits
+                told = "; ".join(differences(plan, key))
+                _log.info("no profile matches. The newest, %s: %s", path.stem[:KEY_DIGITS], told)
 
 
 def differences(plan: Plan, key: ProfileKey) -> list[str]:

@@ -286,11 +286,6 @@ def _remove_beside(path: Path) -> None:
         _discard(lock)
 
 
-def profiles(most: int | None = None) -> tuple[tuple[Path, Plan | None], ...]:
-    """Return at most `most` profiles, the newest first. The plan of an unreadable profile is None."""
-    return tuple((path, _read_or_none(path)) for path in profile_paths()[:most])
-
-
 def _written_ns(path: Path) -> int:
     try:
         return path.lstat().st_mtime_ns
@@ -298,7 +293,8 @@ def _written_ns(path: Path) -> int:
         return 0
 
 
-def _read_or_none(path: Path) -> Plan | None:
+def read_or_none(path: Path) -> Plan | None:
+    """Read a profile. Return None if it does not exist or can't be read."""
     try:
         return _read(path)
     except PlanError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,21 +13,29 @@ from autosplit.errors import shown
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import MOST_DEVICES
 from autosplit.profiles.key import machine_of
-from autosplit.profiles.store import profiles
+from autosplit.profiles.store import profile_paths, read_or_none
 from autosplit.text import size_text
 
 if TYPE_CHECKING:
     from autosplit.devices.device import Device
 
 
-def usable_here() -> tuple[tuple[Path, Plan], ...]:
-    """Return the saved plans whose devices are on this machine, the newest first, without simulated plans."""
+def usable_here() -> Iterator[tuple[Path, Plan]]:
+    """Yield the saved plans whose devices are on this machine, the newest first, without simulated plans.
+
+    Each file is read when its plan is requested, so that a caller can stop at the first plan that it can use.
+    """
     from autosplit.devices.spec import parse_devices
 
-    found = [(path, plan) for path, plan in profiles() if plan is not None]
+    paths = profile_paths()
+    if not paths:
+        return
     gpus = [device for device in parse_devices("auto", ask_memory=False) if is_accelerator(device.kind)]
-    here = machine_of((*gpus, *parse_devices("cpu"))) if found else {}
-    return tuple((path, plan) for path, plan in found if _is_usable(plan, here))
+    here = machine_of((*gpus, *parse_devices("cpu")))
+    for path in paths:
+        plan = read_or_none(path)
+        if plan is not None and _is_usable(plan, here):
+            yield path, plan
 
 
 def _is_usable(plan: Plan, here: Mapping[str, Any]) -> bool:

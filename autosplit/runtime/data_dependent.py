@@ -33,7 +33,8 @@ _MISSING = (".numpy() is not supported", "its data is not allocated yet")
 """Messages of torch's other errors about values that a fake tensor lacks."""
 
 _MASKS = (torch.bool, torch.uint8)
-_READS = aten_ops("_local_scalar_dense item equal allclose is_nonzero")
+READS = aten_ops("_local_scalar_dense item equal allclose is_nonzero")
+"""Operators that return a tensor's values as Python objects."""
 _GROUPED_PRODUCTS = aten_ops("_grouped_mm")
 _NOTHING = object()
 
@@ -248,7 +249,7 @@ class DataDependent:
         self, values: SampleValues, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
     ) -> None:
         packet = getattr(func, "overloadpacket", None)
-        if packet in _READS:
+        if packet in READS:
             values.note_values([outputs])
         elif packet is _aten.index:
             for mask in args[1]:
@@ -268,7 +269,7 @@ class DataDependent:
             return self._indexed(args)
         if packet in OPERATORS:
             return self._made(packet, args, kwargs)
-        return self._read(packet, args) if packet in _READS else _NOTHING
+        return self._read(packet, args) if packet in READS else _NOTHING
 
     def _made(self, packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         operator, name = OPERATORS[packet], _name(packet)

@@ -25,6 +25,7 @@ from autosplit.runtime.attention import AttentionCall, Backend, chosen_backend
 from autosplit.runtime.cuda_functions import CudaFunctions
 from autosplit.runtime.data_dependent import DataDependent, needs_values
 from autosplit.runtime.fake_copy import fake_mode, holds_fakes, masks_of_real_tensors, mode_of
+from autosplit.runtime.fake_results import FakeResults
 from autosplit.runtime.gpu_kernels import GpuKernels, kernels_of_device
 from autosplit.runtime.gradient_arrivals import Way, entries_of
 from autosplit.runtime.interrupts import held_interrupts
@@ -126,6 +127,7 @@ class Tracer:
                 mode=(mode_of(workload) or fake_mode()) if fake else None,
                 gpu_variants=like_gpu,
             )
+        self._fake_results = FakeResults() if fake else None
         self._kept: dict[StepShape, Trace] = {}
         self._with_gradient: list[nn.Parameter] | None = None
         self._zeroing: list[OpCost] = []
@@ -234,6 +236,7 @@ class Tracer:
             accounts=True,
             kernels=self.kernels,
             data_dependent=self.data_dependent,
+            fake_results=self._fake_results,
         )
         functions = CudaFunctions(self.kernels or GpuKernels()) if self._has_cuda_functions else None
         with (

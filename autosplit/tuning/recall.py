@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from autosplit.plan.record import with_notes, with_path
 from autosplit.probe.gradient_check import NOT_FINITE
 from autosplit.probe.request import Request
 from autosplit.profiles import store as profiles
-from autosplit.profiles.differences import nearest_note
 from autosplit.profiles.key import ProfileKey
 from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.profiles.store import NOT_SAVED
@@ -27,9 +26,6 @@ from autosplit.solve.split import micro_batch_sizes, proportional_split
 from autosplit.tuning.worker import Worker, Workers
 
 REFRESH_HINT = "To tune again, use --profile refresh (profile='refresh')."
-
-MOST_LOOKED_AT = 200
-"""Largest number of profiles that are compared to find the most similar profile. The newest are compared first."""
 
 JOB_SLICE_S = 0.5
 """Time in seconds between the messages that rank 0 sends to the other ranks while it waits for another process."""
@@ -130,18 +126,6 @@ def turn_for(key: ProfileKey, request: Request, tell: Callable[[str], None]) -> 
         return Turn(profiles.turn_path(key.digest), limit_s=limit_s, tell=tell)
     except ProfileError as error:  # The cache directory is unknown.
         return Turn(None, limit_s=limit_s, tell=tell, trouble=str(error))
-
-
-def nearest(key: ProfileKey, request: Request, ignoring: Sequence[str] = ()) -> tuple[Note, ...]:
-    """Return a note with the most similar profile and its differences, or no note if there is no profile."""
-    if request.profile != "auto":
-        return ()
-    try:
-        remembered = profiles.profiles(MOST_LOOKED_AT)
-    except (OSError, ProfileError):  # there is no cache
-        return ()
-    told = nearest_note(remembered, key, ignoring=ignoring)
-    return () if told is None else (told,)
 
 
 def kept(

@@ -28,7 +28,7 @@ from autosplit.solve.padded_length import checked_lengths
 from autosplit.tuning.keywords import refuse_unknown
 from autosplit.tuning.lone_session import TIMES_DISAGREE, LoneSession
 from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward, part_of
-from autosplit.tuning.recall import Recalled, kept, nearest, nothing_run, recalled_in_turn, tried_again, turn_for
+from autosplit.tuning.recall import Recalled, kept, nothing_run, recalled_in_turn, tried_again, turn_for
 from autosplit.tuning.session import Session
 from autosplit.tuning.worker import Variant, Worker, Workers, agreed, alone, drive
 from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
@@ -246,19 +246,13 @@ def _warned(plan: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class _Tuning:
-    """The arguments of `tune` except the workload.
-
-    Attributes:
-        ignoring: Names of the variants' parts that differ among the tuned variants (precision, checkpointing). A stored
-            plan that differs only in these parts is not mentioned.
-    """
+    """The arguments of `tune` except the workload."""
 
     workers: Workers
     request: Request
     progress: Callable[[Progress], None]
     checkpointings: Sequence[Checkpointing | None]
     heard: Callable[[Progress], None] | None = None
-    ignoring: tuple[str, ...] = ()
 
     def tell_waiting(self, message: str) -> None:
         """Report a wait, which may take minutes, to the user's progress function or as a warning."""
@@ -349,13 +343,11 @@ def _fastest_of(
     names = _names_of(variants, tuning.checkpointings)
     plans: dict[str, Plan] = {}
     misfits: list[DoesNotFitError] = []
-    parts = ("precision", "checkpointing")
-    ignoring = tuple(part for part in parts if len({getattr(variant, part) for variant in variants}) > 1)
     for number, name in enumerate(names):
         timed = replace(tuning.request, deadline=tuning.request.deadline.part(len(variants) + more - number))
         told = tuning.progress if len(variants) == 1 else part_of(tuning.progress, number, len(variants), name)
         try:
-            plans[name] = _tuned_variant(replace(tuning, request=timed, progress=told, ignoring=ignoring), number)
+            plans[name] = _tuned_variant(replace(tuning, request=timed, progress=told), number)
         except TuningInterrupted as interrupted:
             if not plans:
                 raise
@@ -457,11 +449,14 @@ def _tuned_anew(
     defaulted: tuple[Note, ...],
 ) -> Plan:
     workers = tuning.workers
-    similar = () if found.notes else nearest(key, request, tuning.ignoring)
+    if request.profile == "auto" and not found.notes:
+        from autosplit.profiles.differences import log_differences
+
+        log_differences(key)
     session = session_of(workers)(workers, request, key, tuning.progress, notes)
     plan = replace(session.plan(), checkpointed=workers.own.followed.checkpointed)
     plan = with_notes(plan, last=workers.losses())
-    said = (*found.wait_notes, *found.notes, *similar)
+    said = (*found.wait_notes, *found.notes)
     plan = kept(plan, key, found, workers, said=said, always=defaulted)
     if not plan.complete:
         raise TuningInterrupted(plan)

@@ -13,13 +13,13 @@ from autosplit.cli.commands.devices import print_devices
 from autosplit.cli.main import main
 from autosplit.cli.pasted_code import Origin, paste_lines
 from autosplit.cli.plan_report import print_plan
+from autosplit.devices.catalog import UNMEASURED_RATES
 from autosplit.devices.inventory import DeviceReport
 from autosplit.notes import Note
 from autosplit.plan.explanation import TunedWay
 from autosplit.plan.record import DdpPlan
 from autosplit.probe.check_result import Check
 from autosplit.probe.loader_result import LoaderSettings
-from autosplit.profiles.differences import NEAREST_PROFILE
 from autosplit.solve.memory import Fits, MemoryFit, Region
 from autosplit.solve.padded_length import LengthPlan, LengthPoint
 
@@ -258,8 +258,8 @@ def test_notes_that_ask_for_nothing_are_left_for_the_details():
         Check("BatchNorm2d at 0", 0.02, None, depends=True, advice="freeze it"),
         Check("Dropout at 1", 0.0, 0.0, depends=False),
     )
-    nearest = Note(NEAREST_PROFILE, "no profile matches; the most similar is 0123: seed was 0, now 1")
-    text = " ".join(short(made_plan(checks=checks, notes=(nearest, *noted("a note")))).split())
+    rates = Note(UNMEASURED_RATES, "the rates of this GPU are not measured")
+    text = " ".join(short(made_plan(checks=checks, notes=(rates, *noted("a note")))).split())
     said = "changed by splitting: BatchNorm2d at 0, up to 2%; gradient, up to 12% (--details)"
     assert f"notes - {said} - a note next" in text
     many = " ".join(short(made_plan(notes=noted(*"abcde"))).split())

@@ -408,7 +408,7 @@ from autosplit.ddp.device import card_of
 import torch
 check_before_running({"devices": "emu"}, None)
 assert ranks_to_start({"strategy": "ddp", "devices": "emu"}, together=False) == 2 and isolates(None, "emu")
-usable_here()
+list(usable_here())
 card_of(torch.device("emu", 1))
 assert not emulated.contexts().get(os.getpid()), emulated.contexts()
 """

@@ -23,6 +23,7 @@ from autosplit.ddp.rendezvous import Place, _agreed_round, explain_loopback, pla
 from autosplit.devices.accelerator import Visible
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.plan.explanation import TunedWay
 from autosplit.plan.other_model import OtherModelWarning
 from autosplit.plan.plan import Plan
 from autosplit.profiles import store as profiles
@@ -366,7 +367,7 @@ class TestRememberedPlans:
         with ddp.setup() as ctx:
             assert ctx.plan == newest != older
         key = profiles.profile_paths()[0].stem
-        assert f"the newest of 2 saved plans for this machine: {key[:12]} (Net" in capfd.readouterr().err
+        assert f"the newest of several saved plans for this machine: {key[:12]} (Net" in capfd.readouterr().err
 
     def test_a_model_of_another_size_is_told_of_its_own_plan(self):
         remembered("a1")
@@ -379,20 +380,24 @@ class TestRememberedPlans:
         with ddp.setup() as ctx, pytest.warns(OtherModelWarning, match="autosplit launch --plan a3 SCRIPT"):
             ctx.wrap(net)
 
-    def test_of_those_that_checkpoint_other_layers_it_is_the_fastest(self):
-        """One tuning saves three of them. The error asked which to use, though all train the same."""
+    def test_variants_of_one_tuning_are_one_plan(self, capfd):
+        """One tuning saves a plan for each of its variants, and the fastest last. The user has nothing to choose."""
+        layers = ("every layer", "every 2", None)
+        ways = tuple(TunedWay(str(one), 4, 20.0) for one in layers)
         plan = remembered("a1")
-        fast = replace(plan, samples_per_s=30.0, workload={"model": "Net", "checkpointing": "every layer"})
-        profiles.store("a2", fast)
-        profiles.store("a3", replace(fast, samples_per_s=20.0, workload={**fast.workload, "checkpointing": "every 2"}))
+        for number, one in enumerate(layers):
+            workload = {"model": "Net"} if one is None else {"model": "Net", "checkpointing": one}
+            newest = replace(plan, workload=workload, ways=ways if one is None else ())
+            os.utime(profiles.store(f"b{number}", newest), (2e9 + number, 2e9 + number))
         with ddp.setup() as ctx:
-            assert ctx.plan == fast
+            assert ctx.plan == newest
+        assert "saved plans for this machine" not in capfd.readouterr().err
 
     def test_a_card_that_is_not_here_is_none(self):
         remembered("a1", "sim:RTX3090", device="sim:{}")
         card = {"kind": "cuda", "name": "H100", "memory_gib": 80, "count": 1}
         profiles.store("a2", make_plan((4,), machine={**machine_of(parse_devices("cpu")), "devices": [card]}))
         profiles.store("a3", make_plan((4,), machine={**machine_of(parse_devices("cpu")), "devices": "odd"}))
-        assert usable_here() == ()
+        assert [*usable_here()] == []
         with raises(PlanError, "no-profile-matches", " and 1 process"):
             ddp.setup().__enter__()

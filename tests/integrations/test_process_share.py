@@ -177,7 +177,7 @@ class TestFindShare:
         remembered.append(replace(larger, workload={"parameters": 12}))
         remembered.reverse()  # newest first
         assert find_share(None, parameters=12).plan.effective_batch_size == 41
-        assert "the newest of 3 saved plans" in capfd.readouterr().err
+        assert "the newest of several saved plans" in capfd.readouterr().err
         remembered.reverse()
         as_job(monkeypatch, 1, 2)
         assert find_share(None, parameters=12).plan == ranks

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from plans import make_plan
 
 from autosplit.plan.plan import Plan
-from autosplit.profiles.differences import MOST_TOLD, NEAREST_PROFILE, differences, nearest_note
+from autosplit.profiles.differences import differences, log_differences
 from autosplit.profiles.key import ProfileKey
+from autosplit.profiles.store import store
 
 GPUS = {"kind": "cuda", "name": "NVIDIA A100", "memory_gib": 40, "count": 2}
 MACHINE = {"devices": [GPUS], "torch": "2.12.0", "cuda": "12.6", "autosplit": "1.0"}
@@ -42,6 +43,7 @@ REQUEST = {
     "max_batch_size": None,
     "name": None,
 }
+KEY = ProfileKey(MACHINE, WORKLOAD, REQUEST)
 PLAN = make_plan(machine=MACHINE, workload=WORKLOAD, request=REQUEST)
 
 
@@ -49,14 +51,6 @@ def told_of(
     plan: Plan = PLAN, *, machine: Any = MACHINE, workload: Any = WORKLOAD, request: Any = REQUEST
 ) -> list[str]:
     return differences(plan, ProfileKey(machine, workload, request))
-
-
-def nearest(*plans: Plan | None, **options: Any) -> str | None:
-    """Return the text of the note on the most similar profile."""
-    remembered = [(Path(f"{number}bcdef0123456789.json"), plan) for number, plan in enumerate(plans)]
-    note = nearest_note(remembered, ProfileKey(MACHINE, WORKLOAD, REQUEST), **options)
-    assert note is None or note.kind == NEAREST_PROFILE
-    return None if note is None else note.text
 
 
 def test_what_is_equal_is_not_told():
@@ -128,44 +122,29 @@ def test_each_part_of_the_request(changes, said):
     assert told_of(request={**REQUEST, **changes}) == [said]
 
 
-def test_the_nearest_is_that_with_the_fewest_differences():
-    far = replace(PLAN, request={**REQUEST, "effective_batch_size": 1, "strategy": "ddp"})
-    near = replace(PLAN, machine={**MACHINE, "torch": "2.11.0"})
-    said = "No profile matches. The most similar is 2bcdef01: tuned with torch 2.11.0, now 2.12.0."
-    assert nearest(far, None, near) == said
+@pytest.fixture
+def logged(caplog):
+    def log(*plans: Plan) -> list[str]:
+        for number, plan in enumerate(plans):
+            os.utime(store(f"{number}bcdef0123456789", plan), (number + 1, number + 1))
+        with caplog.at_level(logging.INFO, logger="autosplit"):
+            log_differences(KEY)
+        return caplog.messages
+
+    return log
 
 
-def test_what_is_of_another_model_is_no_help():
-    assert nearest(replace(PLAN, workload={**WORKLOAD, "model": "Other"})) is None
-    assert nearest() is None
+def test_the_log_has_each_difference_to_the_newest_profile(logged):
+    older = replace(PLAN, request={**REQUEST, "strategy": "ddp"})
+    newest = replace(PLAN, machine={**MACHINE, "torch": "2.11.0"}, request={**REQUEST, "effective_batch_size": 1})
+    (said,) = logged(older, newest)
+    assert said.startswith("no profile matches. The newest, 1bcdef012345: tuned with torch 2.11.0, now 2.12.0; ")
+    assert "effective_batch_size was 1, now 256" in said
 
 
-def test_what_is_tuned_for_as_well_is_no_mismatch():
-    other = replace(PLAN, workload={**WORKLOAD, "precision": "bf16"})
-    assert nearest(other) is not None
-    assert nearest(other, ignoring=("precision",)) is None
-
-
-def test_a_few_are_told_and_the_rest_counted(caplog):
-    """The log has all of them."""
-    other = {**REQUEST, "effective_batch_size": 1, "strategy": "ddp", "max_batch_size": 3, "name": "x"}
-    with caplog.at_level(logging.INFO, logger="autosplit"):
-        said = nearest(replace(PLAN, request=other, machine={**MACHINE, "torch": "2.11.0"}))
-    assert said is not None
-    assert said.endswith(f"; and {5 - MOST_TOLD} more.")
-    assert said.count("; ") == MOST_TOLD
-    (logged,) = caplog.messages
-    assert logged.startswith("the most similar profile, 0bcdef01: tuned with torch")
-    assert all(f"{part} was " in logged for part in ("strategy", "effective_batch_size", "max_batch_size", "name"))
-    assert logged.count("; ") == 4
-
-
-def test_one_more_than_a_few_is_named():
-    other = {**REQUEST, "effective_batch_size": 1, "strategy": "ddp", "max_batch_size": 3, "name": "x"}
-    said = nearest(replace(PLAN, request=other))
-    assert said is not None
-    assert said.endswith("; name was x, now none.")
-    assert said.count("; ") == 3
+def test_the_log_has_nothing_of_another_model_or_without_a_profile(logged):
+    assert logged() == []
+    assert logged(replace(PLAN, workload={**WORKLOAD, "model": "Other"})) == []
 
 
 JSON = st.recursive(
@@ -184,20 +163,11 @@ def test_whatever_a_file_holds_one_printable_line_comes_of_it(parts, devices):
         workload={**WORKLOAD, **parts, "model": "Net"},
         request={**REQUEST, **parts},
     )
-    said = nearest(plan)
-    assert said is not None
+    assert "; ".join(differences(plan, KEY)).isprintable()
+
+
+@pytest.mark.parametrize("value", ["\x1b[31m\n" * 1000, "x" * 10**6], ids=["codes", "text"])
+def test_what_would_fill_the_screen_or_steer_it_is_cut(value):
+    said = "; ".join(differences(replace(PLAN, machine={**MACHINE, "torch": value}), KEY))
     assert said.isprintable()
-
-
-@pytest.mark.parametrize("value", [10**5000, "\x1b[31m\n" * 1000, "x" * 10**6], ids=["number", "codes", "text"])
-def test_what_would_fill_the_screen_or_steer_it_is_cut_or_passed_over(value):
-    said = nearest(replace(PLAN, machine={**MACHINE, "torch": value}))
-    assert said is None or (said.isprintable() and len(said) < 400)
-
-
-def test_nesting_without_end_is_passed_over():
-    deep: Any = []
-    for _ in range(100_000):
-        deep = [deep]
-    other = replace(PLAN, machine={**MACHINE, "torch": "2.11.0"})
-    assert "torch" in (nearest(replace(PLAN, machine={**MACHINE, "torch": deep}), other) or "")
+    assert len(said) < 400

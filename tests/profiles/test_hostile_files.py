@@ -18,6 +18,7 @@ from handmade import GIB, made_plan
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from noted import noted
+from saved_profiles import saved_profiles
 from test_text import assert_harmless
 from workloads import mlp
 
@@ -317,7 +318,7 @@ def test_the_base_of_all_this_is_found():
 
 def test_a_spoiled_profile_is_tuned_for_again():
     first = tune(mlp(), devices="sim:1xRTX3090", max_batch_size=64)
-    (path,) = (path for path, _ in profiles.profiles())
+    (path,) = (path for path, _ in saved_profiles())
     path.write_bytes(path.read_bytes()[:1000])
     again = tune(mlp(), devices="sim:1xRTX3090", max_batch_size=64)
     (note,) = (note for note in again.notes if note.kind == "profile-ignored")

@@ -16,6 +16,7 @@ import torch
 from noted import noted
 from plans import MIB, make_plan, simulated_plan
 from raised import raises
+from saved_profiles import saved_profiles
 from torch import nn
 
 from autosplit import Workload
@@ -405,7 +406,7 @@ class TestStoreAndFind:
     def test_nothing_is_there_at_first(self):
         found = search_for()
         assert (found.plan, found.notes) == (None, ())
-        assert profiles.profiles() == ()
+        assert saved_profiles() == ()
 
     def test_the_newer_plan_replaces_the_older(self):
         store(KEY, PLAN)
@@ -437,7 +438,7 @@ class TestStoreAndFind:
         )
         writers = [subprocess.Popen([sys.executable, "-c", code, name], env=os.environ) for name in "abcd"]
         assert [writer.wait() for writer in writers] == [0, 0, 0, 0]
-        ((path, plan),) = profiles.profiles()
+        ((path, plan),) = saved_profiles()
         assert plan is not None
         assert plan.notes[0].text in {name * 20_000 for name in "abcd"}
         assert {found.suffix for found in path.parent.iterdir()} == {".json"}
@@ -446,7 +447,7 @@ class TestStoreAndFind:
         paths = [store(key, PLAN) for key in ("aa", "bb")] + [put("{", "cc")]
         for seconds, path in zip((2000, 3000, 1000), paths, strict=True):
             os.utime(path, (seconds, seconds))
-        assert profiles.profiles() == ((paths[1], PLAN), (paths[0], PLAN), (paths[2], None))
+        assert saved_profiles() == ((paths[1], PLAN), (paths[0], PLAN), (paths[2], None))
 
 
 class TestHostileFiles:
@@ -466,7 +467,7 @@ class TestHostileFiles:
     )
     def test_are_named_and_moved_aside(self, content, reason):
         path = put(content)
-        assert profiles.profiles() == ((path, None),)
+        assert saved_profiles() == ((path, None),)
         note = ignored(path)
         assert reason in note
         assert str(note).endswith(f"It was renamed to {KEY}.bad.")
@@ -494,7 +495,7 @@ class TestHostileFiles:
         path = cache_dir / "profiles" / f"{KEY}.json"
         path.mkdir(parents=True)
         (path / "own.txt").write_text("mine")
-        assert profiles.profiles() == ((path, None),)
+        assert saved_profiles() == ((path, None),)
         assert "it can't be read (Is a directory). Expected a file. Delete it" in ignored(path)
         assert (path / "own.txt").read_text() == "mine"
 

@@ -24,6 +24,7 @@ from fake_gpus import FakeCuda, cards, stand_in
 from marks import slow
 from noted import kinds
 from ranks import found_by, job_of, starting
+from saved_profiles import saved_profiles
 from short_budgets import short_budgets
 from torch import distributed as dist
 from torch import nn
@@ -627,7 +628,7 @@ def test_the_command_starts_the_ranks_itself(tmp_path: Path) -> None:
     assert plan.ddp.measured
     assert len(plan.ddp.ranks) == 2
     assert Plan.load(tmp_path / "plan.json") == plan
-    assert len(profiles.profiles()) == 1
+    assert len(saved_profiles()) == 1
 
 
 @pytest.mark.slow
@@ -710,7 +711,7 @@ def test_torchrun_by_hand(tmp_path: Path) -> None:
     done = run_cli(tmp_path, *started, *OPTIONS[2:])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\nmore ") == 1, "one rank prints"
-    ((path, _),) = profiles.profiles()
+    ((path, _),) = saved_profiles()
     shown = run_cli(tmp_path, "autosplit", "show", str(path), "--code")
     assert f"python -m autosplit launch --plan {path.stem[:12]} train.py" in shown.stdout
     refused = run_cli(tmp_path, *started, *OPTIONS[2:], "--strategy", "balanced")
@@ -842,7 +843,7 @@ class TestOwnPart:
         assert ranks_to_start({"strategy": "ddp", "devices": "cuda"}, together=False) == 4
         check_before_running({"devices": "cuda:0,1"}, None)
         assert isolates(None, "cuda")
-        assert usable_here() == ()
+        assert [*usable_here()] == []
 
 
 def test_two_signals_of_one_keypress_are_one() -> None:
@@ -862,7 +863,7 @@ class TestUsableHere:
     @staticmethod
     def kept(plan: Plan) -> int:
         profiles.store(ProfileKey(plan.machine, {}, {}).digest, plan)
-        return len(usable_here())
+        return len([*usable_here()])
 
     def test_the_second_machines_part_is_enough(self) -> None:
         here = machine_of(parse_devices("cpu:1MiB"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import resource
 import threading
@@ -20,6 +21,7 @@ from fake_gpus import GIB, FakeCuda, cards, stand_in
 from marks import slow
 from noted import kinds
 from raised import raises
+from saved_profiles import saved_profiles
 from torch import nn
 from workloads import with_loss
 
@@ -83,7 +85,7 @@ def wide() -> Workload:
 
 
 def kept_plan() -> Plan:
-    ((_, plan),) = profiles.profiles()
+    ((_, plan),) = saved_profiles()
     assert plan is not None
     return plan
 
@@ -235,7 +237,7 @@ def _steady_times(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_less_free_memory_of_a_processor_is_solved_again(monkeypatch, no_search):
     options: dict[str, Any] = {"devices": "cpu", "effective_batch_size": 64, "max_batch_size": 64, "n_trials": 3}
     first = tune(wide(), **options)
-    path = profiles.profiles()[0][0]
+    path = saved_profiles()[0][0]
     before, peak = path.read_bytes(), first.devices[0].peak_bytes
     no_search()
     monkeypatch.setattr(specs, "available_host_bytes", lambda: peak)
@@ -259,7 +261,7 @@ def tune_with_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int, **options: An
 def test_where_the_fits_have_no_answer_it_is_tuned_anew_and_said_so(monkeypatch):
     options: dict[str, Any] = {"devices": "cpu", "effective_batch_size": 64, "max_batch_size": 64, "n_trials": 1}
     first = tune(wide(), **options)
-    ((path, _),) = profiles.profiles()
+    ((path, _),) = saved_profiles()
     # A plan of an older version has no fits.
     replace(first, fit=None, notes=()).save(path)
     anew = tune_with_memory(monkeypatch, first.devices[0].peak_bytes, **options)
@@ -350,30 +352,29 @@ def test_a_peak_is_no_less_than_what_fewer_samples_were_seen_to_take():
 # -------------------------------------------------------------------------------------------------------------- misses
 
 
-def test_a_miss_names_the_nearest_plan_and_is_not_remembered(monkeypatch):
+def test_the_log_of_a_miss_names_what_differs(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="autosplit")
     tune(bias(), **SIM)
-    other = tune(bias(), **{**SIM, "effective_batch_size": 8})
-    assert other.notes[0].kind == "nearest-profile"
-    assert str(other.notes[0]).endswith(": effective_batch_size was 16, now 8.")
-    again = tune(bias(), **{**SIM, "effective_batch_size": 8})
-    assert again.notes[0].kind == "from-profile"
-    assert "nearest-profile" not in kinds(again.notes)
+    tune(bias(), **{**SIM, "effective_batch_size": 8})
+    assert any(said.endswith(": effective_batch_size was 16, now 8") for said in caplog.messages)
+    caplog.clear()
     real = machine_of
     monkeypatch.setattr(tuning, "machine_of", lambda found: {**real(found), "torch": "99.0"})
-    newer = tune(bias(), **SIM)
-    assert str(newer.notes[0]).endswith(f"tuned with torch {torch.__version__}, now 99.0.")
-    assert "nearest-profile" not in kinds(tune(bias(), **SIM, profile="refresh").notes)
-    assert "nearest-profile" not in kinds(tune(bias(), **SIM, profile="off").notes)
+    tune(bias(), **{**SIM, "effective_batch_size": 8})
+    assert any(said.endswith(f": tuned with torch {torch.__version__}, now 99.0") for said in caplog.messages)
 
 
-def test_precisions_that_are_tuned_for_together_are_no_mismatch():
-    plan = tune(bias(), **SIM, precision=("none", "bf16"))
-    assert "nearest-profile" not in kinds(plan.notes)
+@pytest.mark.parametrize("profile", ["refresh", "off"])
+def test_a_run_that_looks_for_no_profile_compares_none(profile, caplog):
+    caplog.set_level(logging.INFO, logger="autosplit")
+    tune(bias(), **SIM)
+    tune(bias(), **{**SIM, "effective_batch_size": 8}, profile=profile)
+    assert not any("no profile matches" in said for said in caplog.messages)
 
 
 def test_a_plan_of_another_request_under_a_key_is_foreign():
     tune(bias(), **SIM)
-    ((path, plan),) = profiles.profiles()
+    ((path, plan),) = saved_profiles()
     assert plan is not None
     assert plan.request == request_for("sim:1xRTX3090", 16, max_batch_size=16).facts()
     replace(plan, request={**plan.request, "strategy": "ddp"}).save(path)
@@ -385,11 +386,9 @@ def test_a_plan_of_another_request_under_a_key_is_foreign():
 
 def test_plans_of_several_names_are_kept_apart():
     plans = {name: tune(bias(), **{**SIM, "seed": seed}, name=name) for seed, name in enumerate((None, "a", "ü b"))}
-    kept = [plan for _, plan in profiles.profiles()]
+    kept = [plan for _, plan in saved_profiles()]
     assert sorted(str(plan and plan.request["name"]) for plan in kept) == ["None", "a", "ü b"]
     assert {json.loads(plan.to_json())["request"]["name"] for plan in plans.values()} == {None, "a", "ü b"}
-    assert plans["a"].notes[0].kind == "nearest-profile"
-    assert str(plans["a"].notes[0]).endswith("name was none, now a.")
 
 
 @pytest.mark.parametrize("name", ["", " a", "a\n", "a\x1b[31mb", "x" * 65, "\ud800", 7, b"a"])
@@ -577,7 +576,7 @@ def test_the_command_line_says_it_in_one_line(cache_dir, tmp_path, capsys, monke
 
 def test_what_a_killed_writer_left_behind_is_removed_by_the_next(cache_dir):
     plan = tune(bias(), **SIM)
-    ((path, _),) = profiles.profiles()
+    ((path, _),) = saved_profiles()
     left_over = path.with_name(f".{path.name}.0123456789abcdef")
     left_over.write_text("{")
     profiles.store(path.stem, plan)

@@ -24,6 +24,7 @@ import pytest
 from events import until
 from noted import noted
 from ranks import once
+from saved_profiles import saved_profiles
 
 from autosplit.plan.plan import Plan
 
@@ -221,7 +222,7 @@ def turns_and_time_outs(_folder: Path) -> Any:
 
     name = "held"
     tuned(name=name)
-    ((path, _),) = [(path, plan) for path, plan in profiles.profiles() if plan and plan.request["name"] == name]
+    ((path, _),) = [(path, plan) for path, plan in saved_profiles() if plan and plan.request["name"] == name]
     ready, end = os.pipe(), os.pipe()
 
     def hold() -> None:
@@ -253,7 +254,7 @@ def kills(folder: Path) -> Any:
     begun_s = time.monotonic()
     old = tuned(name="killed", profile="refresh")
     took_s = time.monotonic() - begun_s
-    ((path, _),) = profiles.profiles()
+    ((path, _),) = saved_profiles()
     killed, waited, most_left, versions = 0, [], 0, set()
 
     def writer(number: int) -> Callable[[], None]:

@@ -12,7 +12,7 @@ from autosplit.cli.named_plan import profile_path
 from autosplit.cli.output import Manner, print_json
 from autosplit.cli.plan_report import request_text
 from autosplit.cli.stored_profile import Profile, profile_at
-from autosplit.cli.tables import add_row, pairs_table, plain_table, print_plain, short_name
+from autosplit.cli.tables import add_row, pairs_table, plain_table, print_bullets, print_plain, short_name
 from autosplit.cli.terminal import console_for
 from autosplit.errors import InputError, ProfileError
 from autosplit.files import profiles_folder
@@ -21,6 +21,9 @@ from autosplit.text import counted_text, rate_text, tuple_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+MOST_SHOWN = 50
+"""Largest number of profiles in the table. The command reads no other files."""
 
 LEAST_FOR_NOTES = 30
 """Smallest width of a column of notes. Terminals that are too narrow for it get lists instead of a table."""
@@ -31,14 +34,18 @@ _EVERYWHERE = ("key", "model", "devices", "plan", "age")
 
 
 def list_profiles(manner: Manner) -> int:
-    """Print all profiles."""
-    found, folder = tuple(map(profile_at, profile_paths())), profiles_folder()
+    """Print the newest profiles as a table, or all as JSON."""
+    paths, folder = profile_paths(), profiles_folder()
     if manner.as_json:
         from autosplit.cli.json_types import Profiles
 
-        print_json(Profiles(str(folder), found))
+        print_json(Profiles(str(folder), tuple(map(profile_at, paths))))
     else:
-        print_profiles(found, folder, console_for(sys.stdout))
+        console = console_for(sys.stdout)
+        print_profiles([profile_at(path) for path in paths[:MOST_SHOWN]], folder, console)
+        if len(paths) > MOST_SHOWN:
+            older = counted_text(len(paths) - MOST_SHOWN, "older profile")
+            print_bullets([f"{older} not shown. autosplit profiles --json lists all."], console)
     return 0
 
 
