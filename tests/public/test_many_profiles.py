@@ -99,6 +99,6 @@ def test_damaged_profiles_of_other_workloads_are_not_noticed(tuned, recwarn):
             os.utime(path, (1, 1))
     opened.clear()
     assert tune(16).notes[0].kind == "from-profile"
-    assert not recwarn.list
+    assert not [one for one in recwarn if ".json" in str(one.message)]
     assert not list(folder.glob("*.bad"))
     assert len(set(opened)) == 1
