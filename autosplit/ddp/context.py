@@ -367,8 +367,8 @@ class Context(CheckpointMethods):
     def _foreign_steps(self, loader: Any, *, count: Count | None, spans_ranks: bool) -> Iterator[OptimizerStep]:
         if self.world_size > 1 and draws_everything(loader):
             raise InputError(
-                f"The loader draws the whole data set on each of {self.world_size} ranks. Expected only rank "
-                f"{self.rank}'s part. Create the loader with batch_sampler=ctx.batch_sampler(len(dataset)).",
+                f"The loader draws the whole data set on each of {self.world_size} ranks. Expected rank {self.rank}'s "
+                "part. Pass a loader with batch_sampler=ctx.batch_sampler(len(dataset)), without a wrapper around it.",
                 code="loader-not-cut-by-rank",
             )
         accumulation_steps, has_share = self.settings.accumulation_steps, self.settings.batch_size > 0

@@ -4,34 +4,44 @@ DDP synchronises the parameters that had `requires_grad` when it wrapped the mod
 leaves out a loss with parameters, layers that were unfrozen or added later, and a forward of `wrapper.module`. Each
 rank then trains a different model.
 
-So the ranks compare a checksum of their gradients after the last backward of the first optimizer step. They compare
-again when other parameters have a gradient. The other steps only read which parameters have one:
+So the ranks compare a checksum of their gradients after the last backward of an epoch's first optimizer step. They
+compare again when other parameters have a gradient. The other steps only read which parameters have one:
 
     step                      0      1      2      3 (the backbone is unfrozen)   4
     gradients of              head   head   head   head, backbone                 head, backbone
     compared over the ranks   yes    no     no     yes                            no
+
+Parameters outside of the models are those in the first loss's graph, and those of the optimizers that step in the loop.
+Other leaves of the graph are inputs with `requires_grad`, as for a gradient penalty. Each rank has its own.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autosplit.ddp.device import exchange_device, gathered, told_by_all
 from autosplit.ddp.rank_models import Models
 from autosplit.errors import InputError
+from autosplit.parallel.awaited_update import optimizers_since, updates_by_optimizer
 from autosplit.parallel.loss_graph import graph_nodes
 from autosplit.parallel.step_listener import StepListener
 
 _CHUNK = 2**22
 """Elements that are summed at a time, because torch copies them to int64."""
 
-Place = Literal["unwrapped", "outside", "late", "wrapped"]
-"""A parameter's place: no model is wrapped, outside of those models, unfrozen or added after wrapping, or wrapped."""
+Place = Literal["unwrapped", "late", "outside", "unused", "wrapped"]
+"""A parameter's place: no model is wrapped, unfrozen or added after wrapping, outside of the wrapped models, in a
+wrapped model of which another parameter had no gradient, or wrapped."""
+
+_PLACES: tuple[Place, ...] = ("unwrapped", "late", "outside", "unused", "wrapped")
+"""The first place is the most likely cause, because a replaced parameter has no gradient any more."""
 
 Described = tuple[str, Place]
 """A parameter's name for messages, and its place."""
@@ -49,12 +59,17 @@ class GradientComparison:
         self._compared: set[int] = set()
 
     def compare(
-        self, parameters: Iterable[Tensor], describe: Callable[[Tensor], Described], step: str, device: torch.device
+        self,
+        parameters: Iterable[Tensor],
+        describe: Callable[[Tensor], Described | None],
+        step: str,
+        device: torch.device,
     ) -> None:
         """Compare the gradients, unless the same parameters had one in an earlier comparison. All ranks call this.
 
         Args:
-            describe: Returns a parameter's name and place. Called only if the gradients are compared.
+            describe: Returns a parameter's name and place, or None to leave the parameter out. Called only if the
+                gradients are compared.
             step: The optimizer step, for the message.
             device: The device of this rank.
 
@@ -66,16 +81,22 @@ class GradientComparison:
         if key in self._compared:
             return
         self._compared.add(key)
-        rows = [(*describe(one), _checksum(one.grad)) for one in found if not _is_shard(one)]
+        described = [(describe(one), one.grad) for one in found if not _is_shard(one)]
+        rows = [(*name_and_place, _checksum(grad)) for name_and_place, grad in described if name_and_place is not None]
         digest = int.from_bytes(hashlib.sha256(repr(rows).encode()).digest()[:8], "big", signed=True)
         digests = gathered(torch.tensor([digest], device=exchange_device(device)))
         if any(int(other) != digest for other in digests):
             self._refuse(told_by_all(rows), step)
 
+    def forget(self) -> None:
+        """Compare each set of parameters once more."""
+        self._compared.clear()
+
     def _refuse(self, everyones: list[list[tuple[str, Place, int]]], step: str) -> None:
         by_name = [{name: checksum for name, _, checksum in rows} for rows in everyones]
         union = {name: place for rows in everyones for name, place, _ in rows}
         differs = [name for name in union if len({one.get(name) for one in by_name}) > 1]
+        differs.sort(key=lambda name: _PLACES.index(union[name]))
         others = f" (the first of {len(differs)})" if len(differs) > 1 else ""
         raise InputError(
             f"The gradient of {differs[0]}{others} differs between the ranks in {step}, so each rank would train a "
@@ -90,57 +111,103 @@ class EqualGradients(StepListener):
     def __init__(self, models: Models, device: torch.device) -> None:
         self._models, self._device = models, device
         self._comparison = GradientComparison(_ADVICE)
-        self._parameters: dict[Tensor, Described] = {}
-        self._leaves: dict[Tensor, None] = {}
+        self._optimizers: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self._updates: Counter[int] | None = None
+        self._parameters: dict[Tensor, None] = {}
         self._is_first = True
         self._index = 0
 
     def begin_loop(self) -> None:
-        """Look for parameters again in the next step, because layers may be new."""
-        self._is_first = True
+        """Look for parameters again in the next step, because layers may be new, and compare them again."""
+        self._is_first, self._updates = True, None
+        self._parameters = {}
+        self._comparison.forget()
 
     def begin_step(self, index: int) -> None:
-        """Begin optimizer step `index`."""
+        """Begin optimizer step `index`. Find the optimizers that stepped since the last backward."""
         self._index = index
+        new = [] if self._updates is None else optimizers_since(self._updates)
+        self._updates = None
+        if self._is_first or any(one not in self._optimizers for one in new):
+            self._optimizers.update(dict.fromkeys(new))
+            self._parameters |= dict.fromkeys(_parameters_of(self._optimizers))
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Find the parameters outside of the models in the graph of the loss, in the first step of a loop."""
+        """Find the parameters in the graph of the loss, in the first step of a loop."""
         if self._is_first:
             nodes = (node for node in graph_nodes(loss.grad_fn) if type(node).__name__ == "AccumulateGrad")
-            self._leaves |= dict.fromkeys(node.variable for node in nodes)
+            found = (node.variable for node in nodes if isinstance(node.variable, nn.Parameter))
+            self._parameters |= dict.fromkeys(found)
 
     def finish(self, num_samples: float) -> None:  # noqa: ARG002
         """Compare the gradients after the last backward."""
         if self._is_first:
             self._is_first = False
-            self._parameters = dict(_described(self._models, self._leaves))
-            self._leaves = {}
-        describe = self._parameters.__getitem__
-        self._comparison.compare(self._parameters, describe, f"optimizer step {self._index}", self._device)
+            inside = dict.fromkeys(one for model in self._models.wrapped for one in model.module.parameters())
+            self._parameters = inside | self._parameters
+        step = f"optimizer step {self._index}"
+        self._comparison.compare(self._parameters, self._describe, step, self._device)
+        self._updates = updates_by_optimizer()
 
+    def _describe(self, parameter: Tensor) -> Described | None:
+        known: set[int] = set()
+        for number, model in enumerate(self._models.wrapped):
+            for name, one in model.module.named_parameters():
+                known.add(id(one))
+                if one is parameter:
+                    place = place_in(model, name, one, model.trained)
+                    return None if place is None else (f"model {number}: {name}" if number else name, place)
+        outside = [one for one in self._parameters if id(one) not in known]
+        number = next(number for number, one in enumerate(outside) if one is parameter)
+        place = "outside" if self._models.wrapped or self._models.sharded else "unwrapped"
+        return describe_outside(number, parameter), place
+
+
+UNUSED = (
+    "Another parameter of its model had no gradient, or the model was not called through the wrapper. DDP waits for "
+    "the gradients of all parameters, unless it looks for unused parameters."
+)
+"""The cause if a gradient differs whose place is ``"unused"``."""
 
 _ADVICE: dict[Place, str] = {
     "unwrapped": "No model was wrapped. Call model = ctx.wrap(model) before the loop, and train what it returns.",
     "outside": "DDP does not synchronise it. Make it a part of the model before ctx.wrap, or wrap its module as well: "
     "loss_fn = ctx.wrap(loss_fn).",
-    "late": "It was frozen or missing when ctx.wrap wrapped the model. Wrap the model again after unfreezing or adding "
-    "layers: model = ctx.wrap(net).",
-    "wrapped": "Its model was not called through the wrapper. Call the wrapper that ctx.wrap returned, not "
-    "wrapper.module or its methods. Call such a method from the model's forward.",
+    "late": "It was frozen or missing when ctx.wrap wrapped the model. Wrap the model again after unfreezing, adding "
+    "or replacing layers: model = ctx.wrap(net).",
+    "unused": f"{UNUSED} Pass find_unused_parameters=True to ctx.wrap.",
+    "wrapped": "Its model was changed after ctx.wrap, or not called through the wrapper. Call the wrapper that "
+    "ctx.wrap returned, not wrapper.module or its methods. Call such a method from the model's forward.",
 }
 
 
-def _described(models: Models, leaves: Iterable[Tensor]) -> Iterator[tuple[Tensor, Described]]:
-    known: set[int] = set()
-    for number, model in enumerate(models.wrapped):
-        prefix = f"model {number}: " if number else ""
-        for name, parameter in model.module.named_parameters():
-            known.add(id(parameter))
-            yield parameter, (f"{prefix}{name}", "wrapped" if name in model.trained else "late")
-    outside = [leaf for leaf in leaves if id(leaf) not in known]
-    place: Place = "outside" if models.wrapped or models.sharded else "unwrapped"
-    for number, leaf in enumerate(outside):
-        yield leaf, (describe_outside(number, leaf), place)
+def _parameters_of(optimizers: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the parameters of optimizers. The order is equal on all ranks.
+
+    ZeroRedundancyOptimizer has an optimizer for this rank's parameters inside, which has fewer parameters.
+    """
+    lists = [[one for group in optimizer.param_groups for one in group["params"]] for optimizer in optimizers]
+    for parameters in sorted(lists, key=len, reverse=True):
+        yield from parameters
+
+
+def place_in(model: Any, name: str, parameter: Tensor, trained: Collection[int]) -> Place | None:
+    """Return the place of a parameter of a DistributedDataParallel, or None if the user told DDP to ignore it.
+
+    Args:
+        name: The parameter's name inside `model.module`.
+        trained: The ids of the parameters that DDP synchronises.
+    """
+    if name in getattr(model, "parameters_to_ignore", ()):
+        return None
+    if id(parameter) not in trained:
+        return "late"
+    finds = getattr(model, "find_unused_parameters", True) or getattr(model, "static_graph", False)
+    return (
+        "wrapped"
+        if finds or all(one.grad is not None for one in model.parameters() if id(one) in trained)
+        else "unused"
+    )
 
 
 def describe_outside(number: int, parameter: Tensor) -> str:
@@ -156,7 +223,7 @@ def _is_shard(parameter: Tensor) -> bool:
 def _checksum(gradient: Tensor | None) -> int:
     """Return the sum of a gradient's bits as integers, which does not depend on the order of the sum."""
     assert gradient is not None, "`compare` selects parameters with a gradient"
-    values = gradient.detach()
+    values = gradient.detach().resolve_conj().resolve_neg()
     if values.layout != torch.strided:
         values = values.coalesce().values()
     if values.is_complex():

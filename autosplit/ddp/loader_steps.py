@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from autosplit.ddp.device import exchange_device, gathered
 from autosplit.errors import InputError, warn_user
@@ -112,5 +112,9 @@ def foreign_steps(
 
 def draws_everything(loader: object) -> bool:
     """Return whether a loader draws the whole data set, with PyTorch's sampler for a single process."""
-    whole = isinstance(getattr(loader, "sampler", None), (SequentialSampler, RandomSampler))
-    return whole and not isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return False
+    batches = getattr(loader, "batch_sampler", None)
+    if batches is not None and type(batches) is not BatchSampler:
+        return False  # a DataLoader with the user's batch sampler has a SequentialSampler, which it does not use
+    return isinstance(getattr(loader, "sampler", None), (SequentialSampler, RandomSampler))

@@ -16,17 +16,17 @@ class RankModel(DistributedDataParallel):
     alone would wait for the others. So the broadcast waits for the next training forward.
 
     Attributes:
-        trained: The names of the parameters that DDP synchronises. Parameters that are unfrozen or added later are
-            not synchronised.
+        trained: The ids of the parameters that DDP synchronises. Parameters that are unfrozen, added or replaced later
+            are not synchronised.
     """
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
-        self.trained = frozenset(name for name, one in module.named_parameters() if one.requires_grad)
+        self.trained = frozenset(id(one) for one in module.parameters() if one.requires_grad)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model. Synchronise the ranks, unless the model only evaluates."""
-        if self.training or torch.is_grad_enabled():
+        if self.module.training or torch.is_grad_enabled():  # the user may call `eval` of the inner model only
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         synchronises, self.require_forward_param_sync = self.require_forward_param_sync, False
         try:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.ddp.equal_gradients import Described, GradientComparison, describe_outside
+from autosplit.ddp.equal_gradients import UNUSED, Described, GradientComparison, describe_outside, place_in
 
 
 class TrainedGradients:
@@ -28,6 +28,7 @@ class TrainedGradients:
                 "unwrapped": outside,
                 "outside": outside,
                 "late": f"It was frozen or missing when the model was wrapped. {rewrap}",
+                "unused": f"{UNUSED} Enable find_unused_parameters.",
                 "wrapped": "Its model was not called through the wrapper. Call the wrapper, not its `module`.",
             }
         )
@@ -36,11 +37,13 @@ class TrainedGradients:
         """Compare the gradients after the last backward of a step, before they are clipped. All processes call this."""
         parameters = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
 
-        def describe(parameter: Tensor) -> Described:
+        def describe(parameter: Tensor) -> Described | None:
             for model in self._models:
                 for name, one in model.named_parameters():
                     if one is parameter:
-                        return name.removeprefix("module."), "wrapped" if id(one) in self._trained else "late"
+                        inner = name.removeprefix("module.")
+                        place = place_in(model, inner, one, self._trained)
+                        return None if place is None else (inner, place)
             return describe_outside(
                 next(n for n, one in enumerate(parameters) if one is parameter), parameter
             ), "outside"

@@ -38,6 +38,16 @@ def updates_so_far() -> int:
     return _updates
 
 
+def updates_by_optimizer() -> Counter[int]:
+    """Return the number of steps of each optimizer, by the optimizer's id, since the first call of `updates_so_far`."""
+    return Counter({id(optimizer): count for optimizer, count in _updates_of.items()})
+
+
+def optimizers_since(before: Counter[int]) -> list[Optimizer]:
+    """Return the optimizers that have stepped since `updates_by_optimizer` returned `before`."""
+    return [optimizer for optimizer, count in _updates_of.items() if count > before[id(optimizer)]]
+
+
 class AwaitedUpdate:
     """Detect the update that should follow the last backward of an optimizer step.
 
@@ -72,7 +82,7 @@ class LoopWithoutSteps:
 
     def __init__(self) -> None:
         _begin_to_count()
-        self._before = Counter({id(optimizer): count for optimizer, count in _updates_of.items()})
+        self._before = updates_by_optimizer()
         self.steps_begun = 0
 
     def is_wrong(self, accumulation_steps: int) -> bool:

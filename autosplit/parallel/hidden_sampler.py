@@ -7,6 +7,7 @@ The sampler records its draws outside of `steps`, so `UnscheduledBatches` detect
     tqdm, map, a generator      the sampler draws while the wrapper returns a batch
     a prefetching thread        the sampler drew in another thread
     list(loader)                the batches have the sizes of earlier draws
+    a data set of batches       the sampler draws in a worker of the outer DataLoader
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from autosplit.errors import InputError
 from autosplit.parallel.batch_counts import count_samples
@@ -49,7 +50,18 @@ def _number_of_draws() -> int:
 
 
 def begin_draws(sampler: Any) -> Draws:
-    """Begin to record the draws of a sampler that `steps` does not iterate."""
+    """Begin to record the draws of a sampler that `steps` does not iterate.
+
+    Raises:
+        InputError: A worker of a DataLoader draws, and `steps` cannot know these draws.
+    """
+    if get_worker_info() is not None:
+        raise InputError(
+            "A plan's batch sampler draws in a worker of a DataLoader, which hides the plan's schedule from steps. "
+            "Expected that the loader with this sampler is not inside the data set of another DataLoader. Call "
+            "ctx.steps(loader) or plan.steps(loader) with that loader itself.",
+            code="loader-wrapped",
+        )
     made = _unscheduled[sampler] = Draws(sampler.rank_slice.num_ranks)
     _newest.append(made)
     return made
