@@ -238,8 +238,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                 code="batchnorm-single-sample",
             ) from error
         seen = self._seen[self.module.training]
-        lists, lengths = self._cuts.cuts_lists, self._cuts.lengths(call)
-        gathering = Gathering(self.dim, weights, link, tuple(shares), seen, lists, lengths)
+        facts = self._cuts.cuts_lists, self._cuts.lengths(call), self._cuts.views(call, batch_size)
+        gathering = Gathering(self.dim, weights, link, tuple(shares), seen, *facts)
         joined = self._joined(gathering, outputs, batch_size)
         if kept is not None:
             kept.watch(tensors_of(joined), last=last)

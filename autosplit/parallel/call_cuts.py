@@ -32,14 +32,15 @@ class CallCuts:
     decides about all later batches.
 
     Attributes:
-        sizes: Sizes of parts that differed from the number of samples, by place.
+        sizes: Sizes of parts that differed from the number of samples, by place and by whether the part is a tensor.
+            Training may pass a list of views where an evaluation passes a tensor.
         lists: Whether a list of tensors had one sample in each item in the first full batch, by place.
         cuts_lists: Whether the last call had lists of samples.
     """
 
     dim: int
     cuts_lists: bool = False
-    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    sizes: dict[tuple[str, bool], int] = dataclasses.field(default_factory=dict)
     lists: dict[str, bool] = dataclasses.field(default_factory=dict)
 
     def samples(self, call: Any, expected: int | None) -> int | None:
@@ -99,6 +100,10 @@ class CallCuts:
             leaf.size(after) for leaf in leaves_of(call) if isinstance(leaf, Tensor) and leaf.dim() > after
         )
 
+    def views(self, call: Any, batch_size: int) -> frozenset[int]:
+        """Return the numbers of tensors with samples in each list or tuple, such as the views of each sample."""
+        return frozenset(_neighbours(call, self.dim, batch_size))
+
     def _rows_text(self, call: Any) -> str:
         named = {
             part.size(self.dim): f"{place} has {part.size(self.dim)} rows"
@@ -113,7 +118,7 @@ class CallCuts:
             id(part)
             for place, part, size in _sized_parts(call, self.dim)
             if not isinstance(part, Tensor) and has_tensors(part)
-            if self.lists.get(place) is False or self.sizes.get(place) == size
+            if self.lists.get(place) is False or self.sizes.get((place, False)) == size
         )
 
     def _layout(self, call: Any, size: int) -> Layout:
@@ -146,9 +151,10 @@ class CallCuts:
         """Mark parts as `Whole` if they had the same size in a batch of a different size. Record the other sizes."""
         tables = set()
         for place, part, size in _sized_parts(call, self.dim):
+            key = place, isinstance(part, Tensor)
             if size != batch_size:
-                self.sizes[place] = size
-            elif self.sizes.get(place) == size and (isinstance(part, Tensor) or not has_tensors(part)):
+                self.sizes[key] = size
+            elif self.sizes.get(key) == size and (isinstance(part, Tensor) or not has_tensors(part)):
                 tables.add(place)
         call = _marked_at(call, tables) if tables else call
         return call, self._layout(call, batch_size)
@@ -161,6 +167,14 @@ def _sized_parts(tree: Any, dim: int, place: str = "", level: int = 0) -> Iterat
         yield place, tree, len(tree)
     for key, item in children_of(tree) or ():
         yield from _sized_parts(item, dim, place + key, level + 1)
+
+
+def _neighbours(tree: Any, dim: int, batch_size: int) -> Iterator[int]:
+    items = [item for _, item in children_of(tree) or ()]
+    if is_plain_sequence(tree):
+        yield sum(isinstance(item, Tensor) and item.dim() > dim and item.size(dim) == batch_size for item in items)
+    for item in items:
+        yield from _neighbours(item, dim, batch_size)
 
 
 def _marked_at(tree: Any, places: set[str], place: str = "") -> Any:

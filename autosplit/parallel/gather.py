@@ -12,6 +12,7 @@ Two devices ran 2 samples each:
     dict, dataclass, list of other length        the same container, its items joined
     None, strings, flags outside lists           the same value, if all devices return it
     tensor of shape (6, 5)                       (12, 5) if each sample has 3 tokens, such as a router's logits
+    tensor of shape (6, 5), call with 3 views    WorkloadError: `torch.cat` puts the views first, not the samples
     another tensor                               WorkloadError: it has neither rows for its samples nor one value
 
 A list of 2 items has one item for each sample, or it is a container of 2 outputs. If the devices ran 2 and 3 samples,
@@ -143,6 +144,7 @@ class Gathering:
         seen: Facts from earlier batches.
         cuts_lists: Whether lists in the call were cut. Then lists in the outputs may contain samples.
         lengths: Sizes of the inputs' dimensions after the batch, such as the tokens of each sample.
+        views: Numbers of tensors that are next to each other in the call, such as the views of each sample.
     """
 
     dim: int
@@ -152,6 +154,7 @@ class Gathering:
     seen: SeenOutputs = dataclasses.field(default_factory=SeenOutputs)
     cuts_lists: bool = False
     lengths: frozenset[int] = frozenset()
+    views: frozenset[int] = frozenset()
 
     def join(self, outputs: list[Any], place: str = "") -> Any:
         """Join the outputs of all active devices.
@@ -294,6 +297,13 @@ class Gathering:
             return
         each = (rows[0] or 0) // self.shares[0]
         if rows == tuple(each * share for share in self.shares):
+            if each > 1 and each in self.views - self.lengths:
+                raise WorkloadError(
+                    f"The output{place} has {each} rows for each sample, and the call has {each} tensors for each "
+                    "sample. Expected one row for each sample: joined parts of torch.cat(views) are in another order. "
+                    "Return torch.stack(views, 1), and call output.transpose(0, 1).flatten(0, 1) on the joined output.",
+                    code="outputs-rows",
+                )
             others = [size for dim, size in enumerate(tensors[0].shape) if dim != self.dim]
             if len(set(self.shares)) > 1 or (each in self.lengths and self.shares[0] not in others):
                 self.seen.flat.add(place)  # `each` rows for each sample, for example one for each token

@@ -19,6 +19,7 @@ from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDearError, relative
 from autosplit.probe.loss_rule import Rule, mixed, reduction_of, rule_of
 from autosplit.probe.module_hooks import NormSeen, freeze, watching_draws, watching_norms
+from autosplit.runtime.live_tensors import kept_values
 from autosplit.torch_versions import BATCH_NORMS, NORMS
 from autosplit.workload.samples import batch_size_of
 from autosplit.workload.tree import marked, named_leaves
@@ -136,6 +137,8 @@ class Comparison:
         differences = self.differences = self._differences(begun.whole)
         samples = self.workload.sample_batch_size
         norms = tuple(_norm_check(seen, samples, accumulates=self._accumulates) for seen in begun.norms)
+        if differences.over(self.tolerance) and (state := self._loss_state(begun.whole, differences)):
+            return (*self._gradients(differences), *norms, state)
         is_random = differences.over(self.tolerance) and self._widens_tolerance(begun.whole, differences)
         gradients = self._gradients(differences, is_random=is_random)
         if is_random or not differences.over(self.tolerance):
@@ -146,6 +149,23 @@ class Comparison:
             whole = self.copy.whole()
             rest = self._differences(whole)
         return (*gradients, *norms, *([self._cause(whole, rest)] if rest.over(self.tolerance) else []))
+
+    def _loss_state(self, whole: Gradients, differences: _Differences) -> Check | None:
+        """Return the check of a loss whose own tensors and gradient change from run to run, or None."""
+        before = kept_values(self.copy.workload)
+        again = max(relative(self.copy.whole(), whole).values())
+        after = kept_values(self.copy.workload)
+        if again <= self.tolerance or (len(before) == len(after) and all(map(torch.equal, before, after))):
+            return None
+        figures = _finite(max(differences.split.values())), _finite(differences.accumulation)
+        return Check(
+            "loss",
+            *figures,
+            depends=True,
+            advice="The loss keeps values from one call to the next, as a memory bank or a running mean does. So the "
+            "same batch has another gradient in a second run, and micro-batches change the values several times. "
+            "Update them once per optimizer step.",
+        )
 
     def _widens_tolerance(self, whole: Gradients, differences: _Differences) -> bool:
         """Widen the tolerance by random draws and rounding. Return whether draws may explain the differences."""
@@ -247,7 +267,13 @@ class Comparison:
         try:
             with ExitStack() as closing:
                 other.copy = begin(self.workload, other.batch, closing).copy
-                return not other._differences(whole).over(max(self.tolerance, TOLERANCES[other.copy.dtype]))
+                tolerance = max(self.tolerance, TOLERANCES[other.copy.dtype])
+                found = other._differences(whole)
+                if found.over(tolerance):
+                    return False
+                # If each part has the whole gradient, the tensor has all samples that the loss uses.
+                parts = found.parts or (other.copy.parts() if self.workload.step is None else ())
+                return not parts or any(max(relative(part, whole).values()) > tolerance for part in parts)
         except Exception:  # noqa: BLE001  # the tensor holds samples, so the uncut tensor does not match
             return False
 

@@ -1,14 +1,15 @@
 """Restore the live tensors that a workload's functions use outside the traced model copy.
 
 A loss function may read the live model's parameters (a penalty), its own weights or a teacher model. A backward of the
-copy would leave gradients on them, some of them fake, and change their buffers.
+copy would leave gradients on them, some of them fake, and change their buffers. A loss with a memory bank or a running
+mean also changes its own attributes.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
@@ -30,6 +31,8 @@ MOST_LOOKED_AT = 10_000
 def untouched(workload: Workload) -> Iterator[None]:
     """Restore gradients and buffers of the live model and of modules and tensors that the workload's functions use.
 
+    Also restore the attributes of modules and other objects that have tensors. Items of lists stay changed.
+
     Gradients are removed during the step, because a backward adds to them in place.
     """
     reached = list(_reached(workload))
@@ -37,7 +40,14 @@ def untouched(workload: Workload) -> Iterator[None]:
     tensors: list[Tensor] = [p for module in (*modules_of(workload), *modules) for p in module.parameters()]
     tensors += [one for one in reached if isinstance(one, Tensor) and one.is_leaf]
     kept = {id(tensor): (tensor, tensor.grad) for tensor in tensors if tensor.requires_grad}
+    attributes = [(held, dict(held)) for held in _attributes(reached)]
     moving = [buffer for module in modules for _, _, buffer in moving_buffers(module)]
+    moving += [
+        value
+        for _, before in attributes
+        for value in before.values()
+        if isinstance(value, Tensor) and not value.requires_grad
+    ]
     buffers = [(one, one.clone()) for one in moving if not one.is_meta and not isinstance(one, FakeTensor)]
     for tensor, gradient in kept.values():
         if gradient is not None:
@@ -46,12 +56,37 @@ def untouched(workload: Workload) -> Iterator[None]:
         yield
     finally:
         with held_interrupts(), torch.no_grad():
+            for held, values in attributes:
+                held.clear()
+                held.update(values)
             for tensor, gradient in kept.values():
                 if tensor.grad is not gradient:
                     tensor.grad = gradient
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
+
+
+def kept_values(workload: Workload) -> list[Tensor]:
+    """Return copies of the tensors that the workload's functions keep in buffers and other attributes."""
+    return [
+        value.detach().clone()
+        for held in _attributes([*_reached(workload)])
+        for value in held.values()
+        if isinstance(value, Tensor)
+    ]
+
+
+def _attributes(reached: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the attributes of each object that has tensors, and the buffers of each module."""
+    parts = {id(part): part for one in reached for part in (one.modules() if isinstance(one, nn.Module) else (one,))}
+    for part in parts.values():
+        attributes = {} if isinstance(part, (Tensor, type)) else getattr(part, "__dict__", {})
+        buffers = attributes.get("_buffers") or {}
+        if any(isinstance(value, Tensor) for value in (*attributes.values(), *buffers.values())):
+            yield attributes
+        if buffers:
+            yield buffers
 
 
 def _reached(workload: Workload) -> Iterator[Any]:
@@ -69,6 +104,7 @@ def _reached(workload: Workload) -> Iterator[Any]:
             todo += (value.func, *value.args, *value.keywords.values())
         elif isinstance(value, MethodType):
             todo += (value.__func__, value.__self__, *getattr(value.__self__, "__dict__", {}).values())
+            yield value.__self__
         elif isinstance(value, FunctionType):
             todo += named_by(value)
         elif isinstance(value, Mapping):
@@ -76,4 +112,5 @@ def _reached(workload: Workload) -> Iterator[Any]:
         elif isinstance(value, (tuple, list, set)):
             todo += value
         elif not isinstance(value, type) and callable(value):
+            yield value
             todo += getattr(value, "__dict__", {}).values()

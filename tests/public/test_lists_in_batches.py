@@ -10,6 +10,7 @@ import torch
 from ddp_jobs import make_plan
 from torch import Tensor, nn
 
+import autosplit
 from autosplit import BalancedDataParallel
 
 B_TENSORS_OF_B_ROWS = pytest.mark.filterwarnings("ignore:The batch has a list of . tensors, each with")
@@ -81,6 +82,30 @@ class TestViews:
         views = views_of(8, 2)
         with torch.no_grad(), pytest.warns(UserWarning, match=READINGS):
             torch.testing.assert_close(wrapper(views), module(views))
+
+    def test_an_evaluation_may_pass_a_tensor_of_as_many_rows_as_views(self):
+        """Training passed 8 views, so each device got all rows of an evaluation batch of 8 samples."""
+
+        class Crops(nn.Linear):
+            def forward(self, crops: Any) -> Tensor:
+                views = crops if isinstance(crops, list) else [crops]
+                return torch.stack([super(Crops, self).forward(view) for view in views], 1)
+
+        assert_same(Crops(5, 3), (3, 2), [((views_of(5, 8),), {}), ((torch.randn(8, 5),), {})])
+
+    @pytest.mark.parametrize("split", [(3, 2), (2, 2)], ids=str)
+    @pytest.mark.parametrize("separate", [False, True])
+    def test_joined_views_in_the_output_are_refused(self, split, separate):
+        """`torch.cat` of two views came back in another order: the views of device 0, then those of device 1."""
+
+        class Joined(nn.Linear):
+            def forward(self, *views: Any) -> Tensor:
+                return super().forward(torch.cat(views if separate else views[0]))
+
+        wrapper = BalancedDataParallel(None, Joined(5, 3), ["cpu", "cpu"], split=split)
+        views = views_of(sum(split), 2)
+        with pytest.raises(autosplit.AutosplitError, match=r"2 rows for each sample.*torch\.stack\(views, 1\)"):
+            wrapper(*views) if separate else wrapper(views)
 
 
 class TestImages:
