@@ -18,6 +18,7 @@ Other leaves of the graph are inputs with `requires_grad`, as for a gradient pen
 from __future__ import annotations
 
 import hashlib
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -61,15 +62,15 @@ class GradientComparison:
     def compare(
         self,
         parameters: Iterable[Tensor],
-        describe: Callable[[Tensor], Described | None],
+        describe: Callable[[list[Tensor]], list[Described | None]],
         step: str,
         device: torch.device,
     ) -> None:
         """Compare the gradients, unless the same parameters had one in an earlier comparison. All ranks call this.
 
         Args:
-            describe: Returns a parameter's name and place, or None to leave the parameter out. Called only if the
-                gradients are compared.
+            describe: Returns each parameter's name and place, or None to leave it out. Called only if the gradients are
+                compared.
             step: The optimizer step, for the message.
             device: The device of this rank.
 
@@ -81,8 +82,9 @@ class GradientComparison:
         if key in self._compared:
             return
         self._compared.add(key)
-        described = [(describe(one), one.grad) for one in found if not _is_shard(one)]
-        rows = [(*name_and_place, _checksum(grad)) for name_and_place, grad in described if name_and_place is not None]
+        found = [one for one in found if not _is_shard(one)]
+        described = zip(describe(found), found, strict=True)
+        rows = [(*name_and_place, _checksum(one.grad)) for name_and_place, one in described if name_and_place]
         digest = int.from_bytes(hashlib.sha256(repr(rows).encode()).digest()[:8], "big", signed=True)
         digests = gathered(torch.tensor([digest], device=exchange_device(device)))
         if any(int(other) != digest for other in digests):
@@ -149,18 +151,12 @@ class EqualGradients(StepListener):
         self._comparison.compare(self._parameters, self._describe, step, self._device)
         self._updates = updates_by_optimizer()
 
-    def _describe(self, parameter: Tensor) -> Described | None:
-        known: set[int] = set()
+    def _describe(self, parameters: list[Tensor]) -> list[Described | None]:
+        found: dict[int, Described | None] = {}
         for number, model in enumerate(self._models.wrapped):
-            for name, one in model.module.named_parameters():
-                known.add(id(one))
-                if one is parameter:
-                    place = place_in(model, name, one, model.trained)
-                    return None if place is None else (f"model {number}: {name}" if number else name, place)
-        outside = [one for one in self._parameters if id(one) not in known]
-        number = next(number for number, one in enumerate(outside) if one is parameter)
-        place = "outside" if self._models.wrapped or self._models.sharded else "unwrapped"
-        return describe_outside(number, parameter), place
+            found |= described_in(model, model.trained, f"model {number}: " if number else "")
+        place: Place = "outside" if self._models.wrapped or self._models.sharded else "unwrapped"
+        return described(parameters, found, place)
 
 
 UNUSED = (
@@ -191,28 +187,35 @@ def _parameters_of(optimizers: Iterable[Any]) -> Iterator[Tensor]:
         yield from parameters
 
 
-def place_in(model: Any, name: str, parameter: Tensor, trained: Collection[int]) -> Place | None:
-    """Return the place of a parameter of a DistributedDataParallel, or None if the user told DDP to ignore it.
+def described_in(model: nn.Module, trained: Collection[int], prefix: str = "") -> dict[int, Described | None]:
+    """Describe the parameters of a DistributedDataParallel by their ids. None if the user told DDP to ignore one.
 
     Args:
-        name: The parameter's name inside `model.module`.
         trained: The ids of the parameters that DDP synchronises.
     """
-    if name in getattr(model, "parameters_to_ignore", ()):
-        return None
-    if id(parameter) not in trained:
-        return "late"
+    ignored = getattr(model, "parameters_to_ignore", ())
     finds = getattr(model, "find_unused_parameters", True) or getattr(model, "static_graph", False)
-    return (
-        "wrapped"
-        if finds or all(one.grad is not None for one in model.parameters() if id(one) in trained)
-        else "unused"
-    )
+    is_complete = finds or all(one.grad is not None for one in model.parameters() if id(one) in trained)
+    usual: Place = "wrapped" if is_complete else "unused"
+    found: dict[int, Described | None] = {}
+    for name, one in model.named_parameters():
+        inner = name.removeprefix("module.")
+        place = usual if id(one) in trained else "late"
+        found[id(one)] = None if inner in ignored else (f"{prefix}{inner}", place)
+    return found
 
 
-def describe_outside(number: int, parameter: Tensor) -> str:
-    """Describe a parameter without a name."""
-    return f"tensor {number} of shape {tuple(parameter.shape)} outside of the wrapped models"
+def described(
+    parameters: Iterable[Tensor], known: Mapping[int, Described | None], elsewhere: Place
+) -> list[Described | None]:
+    """Describe parameters by `known`. The others have no name, and the place `elsewhere`."""
+    numbers = itertools.count()
+    return [
+        known[id(one)]
+        if id(one) in known
+        else (f"tensor {next(numbers)} of shape {tuple(one.shape)} outside of the wrapped models", elsewhere)
+        for one in parameters
+    ]
 
 
 def _is_shard(parameter: Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.ddp.equal_gradients import UNUSED, Described, GradientComparison, describe_outside, place_in
+from autosplit.ddp.equal_gradients import UNUSED, Described, GradientComparison, described, described_in
 
 
 class TrainedGradients:
@@ -37,15 +37,10 @@ class TrainedGradients:
         """Compare the gradients after the last backward of a step, before they are clipped. All processes call this."""
         parameters = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
 
-        def describe(parameter: Tensor) -> Described | None:
+        def describe(found: list[Tensor]) -> list[Described | None]:
+            known: dict[int, Described | None] = {}
             for model in self._models:
-                for name, one in model.named_parameters():
-                    if one is parameter:
-                        inner = name.removeprefix("module.")
-                        place = place_in(model, inner, one, self._trained)
-                        return None if place is None else (inner, place)
-            return describe_outside(
-                next(n for n, one in enumerate(parameters) if one is parameter), parameter
-            ), "outside"
+                known |= described_in(model, self._trained)
+            return described(found, known, "outside")
 
         self._comparison.compare(parameters, describe, step, device)
