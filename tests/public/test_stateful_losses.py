@@ -88,11 +88,12 @@ def test_a_loss_with_random_numbers_of_its_own_is_not_doubted():
 @pytest.mark.parametrize("loss", [Bank, Centred])
 def test_a_loss_comes_back_with_its_values(loss):
     """The bank was full of outputs of the copy, and the running mean was a fake tensor that no step could use."""
-    one = loss()
-    before = {name: value.clone() if isinstance(value, Tensor) else value for name, value in vars(one).items()}
-    autosplit.find_ceiling(workload_of(loss_fn=one), "cpu:1MiB")
+    loss_fn = loss()
+    before = {name: value.clone() if isinstance(value, Tensor) else value for name, value in vars(loss_fn).items()}
+    autosplit.find_ceiling(workload_of(loss_fn=loss_fn), "cpu:1MiB")
     for name, value in before.items():
-        assert torch.equal(vars(one)[name], value) if isinstance(value, Tensor) else vars(one)[name] == value
+        after = vars(loss_fn)[name]
+        assert torch.equal(after, value) if isinstance(value, Tensor) else after == value
 
 
 @pytest.mark.parametrize("loss", [variances, correlations])
