@@ -126,7 +126,10 @@ class EqualGradients(StepListener):
         self._comparison.forget()
 
     def begin_step(self, index: int) -> None:
-        """Begin optimizer step `index`. Find the optimizers that stepped since the last backward."""
+        """Begin optimizer step `index`. Find the optimizers that stepped once since the last backward.
+
+        An optimizer with more steps trains something else, for example a probe on one rank.
+        """
         self._index = index
         new = [] if self._updates is None else optimizers_since(self._updates)
         self._updates = None

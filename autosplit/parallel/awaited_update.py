@@ -44,8 +44,8 @@ def updates_by_optimizer() -> Counter[int]:
 
 
 def optimizers_since(before: Counter[int]) -> list[Optimizer]:
-    """Return the optimizers that have stepped since `updates_by_optimizer` returned `before`."""
-    return [optimizer for optimizer, count in _updates_of.items() if count > before[id(optimizer)]]
+    """Return the optimizers that have stepped once since `updates_by_optimizer` returned `before`."""
+    return [optimizer for optimizer, count in _updates_of.items() if count == before[id(optimizer)] + 1]
 
 
 class AwaitedUpdate:
