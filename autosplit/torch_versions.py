@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -154,6 +154,35 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     """
     key: int = getattr(storage, "_cdata", id(storage))
     return key
+
+
+def new_fake(
+    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, mode: FakeTensorMode
+) -> Tensor:
+    """Make a fake tensor. FakeTensorMode's own `empty_strided` takes 0.2 ms longer."""
+    with unset_fake_temporarily():
+        memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(mode, memory, device)
+
+
+_UNSAFE = getattr(torch._C, "_set_warn_deprecated_on_mutable_data_ptr", None)
+_SAFE = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
+
+
+def another_fake(memory: Tensor, attributes: Mapping[str, Any]) -> Tensor:
+    """Make a fake tensor from a meta tensor and the attributes of a similar fake tensor.
+
+    FakeTensor's constructor does the same in 35 us instead of 7 us. It is used if torch lacks one of its functions.
+    """
+    mode, device = attributes["fake_mode"], attributes.get("_fake_device", attributes.get("fake_device"))
+    protect = _UNSAFE if getattr(mode, "_allow_unsafe_data_ptr_access", True) else _SAFE
+    make = getattr(Tensor, "_make_subclass", None)
+    if make is None or protect is None:
+        return FakeTensor(mode, memory, device)
+    fake: Tensor = make(FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=device)
+    protect(fake)
+    vars(fake).update(attributes)
+    return fake
 
 
 def without_torch_functions() -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autosplit.accelerators import accelerator_kind
 from autosplit.runtime.build_small import settings_kept_on_failure
-from autosplit.torch_versions import FakeTensor, FakeTensorMode, is_wrapper_subclass
+from autosplit.torch_versions import FakeTensor, FakeTensorMode, is_wrapper_subclass, new_fake
 from autosplit.workload.models import Models
 from autosplit.workload.tree import tensors_of
 from autosplit.workload.workload import Workload, modules_of
@@ -115,8 +115,8 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Ten
         raise NotImplementedError(f"a {type(tensor).__name__} wraps other tensors, which have no fake copies")
     if tensor.layout != torch.strided:
         return _fake_sparse(tensor, mode, device)
+    fake = new_fake(tensor.shape, tensor.stride(), tensor.dtype, device, mode)
     with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake.requires_grad_(tensor.requires_grad)

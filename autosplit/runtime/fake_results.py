@@ -28,8 +28,9 @@ from autosplit.runtime.data_dependent import OPERATORS, READS
 from autosplit.runtime.tensor_parts import key_of
 from autosplit.torch_versions import (
     FakeTensor,
-    FakeTensorMode,
+    another_fake,
     aten_ops,
+    new_fake,
     unset_fake_temporarily,
     without_torch_functions,
 )
@@ -52,14 +53,14 @@ class _UnknownError(Exception):
 
 @dataclass(frozen=True)
 class _Output:
-    """The shape of a new tensor, or of a view of the operator's only tensor."""
+    """The shape of a new tensor, or of a view of the operator's only tensor, and the attributes of a fake tensor."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
     offset: int
     is_view: bool
+    attributes: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,13 @@ class FakeResults:
                 described = _described(args), *((name, _described(value)) for name, value in kwargs.items())
             except _UnknownError:
                 return None, None
-            key = func, described, modes
+            key = func, described, mode, modes
             known = self._known.get(key)
             if known is None:
                 return key, None
             if not known.outputs:
                 return key, args[0]
-            made = tuple(None if one is None else _made(one, mode, inputs[0]) for one in known.outputs)
+            made = tuple(None if one is None else _made(one, inputs[0]) for one in known.outputs)
             return key, made if known.is_tuple else made[0]
 
     def note(self, key: Any, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Any) -> None:
@@ -145,18 +146,19 @@ def _output(func: Any, tensor: Any, inputs: Sequence[Tensor]) -> _Output:
         raise _UnknownError
     shape, stride, offset, dtype, device, requires_grad = _described(tensor)
     shares = key_of(tensor) in map(key_of, inputs)
-    found = _Output(shape, stride, dtype, device, offset, shares)
     if requires_grad or (shares and (not func.is_view or len(inputs) > 1)):
         raise _UnknownError
-    again = _made(found, tensor.fake_mode, inputs[0])
+    similar = new_fake((), (), dtype, device, tensor.fake_mode)
+    found = _Output(shape, stride, dtype, offset, shares, dict(vars(similar)))
+    again = _made(found, inputs[0])
     if _described(again) != _described(tensor) or again.untyped_storage().nbytes() != tensor.untyped_storage().nbytes():
         raise _UnknownError
     return found
 
 
-def _made(output: _Output, mode: FakeTensorMode, source: Tensor) -> Tensor:
+def _made(output: _Output, source: Tensor) -> Tensor:
     with unset_fake_temporarily():
-        tensor = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device="meta")
+        memory = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device="meta")
         if output.is_view:
-            tensor.set_(source.untyped_storage(), output.offset, output.shape, output.stride)
-    return FakeTensor(mode, tensor, output.device)
+            memory.set_(source.untyped_storage(), output.offset, output.shape, output.stride)
+        return another_fake(memory, output.attributes)

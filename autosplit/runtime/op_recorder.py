@@ -57,6 +57,7 @@ class OpRecorder:
         self._samples = samples
         self._keeps_calls = keeps_calls
         self._arrivals = Arrivals()
+        self._ops: dict[Op, Op] = {}  # one object for equal ops, because `phases` finds their costs by identity
         self._open: dict[int, list[Op]] = {}
         self.mark("start")
 
@@ -76,6 +77,7 @@ class OpRecorder:
         try:
             call = OpCall.of(func, args, kwargs, outputs)
             op = ArrivalCall(call) if arrives else self.recurrent.op(call)
+            op = self._ops.setdefault(op, op)
         except NotImplementedError:
             if self._keeps_calls:
                 raise
@@ -104,8 +106,8 @@ class OpRecorder:
         found = []
         for name, events in self._phases:
             size = int if name == "update" else resized
-            costs = functools.cache(functools.partial(_costs, way=way, resized=size))  # many layers are identical
-            made = [_event(event, costs, size) for event in events]
+            works = functools.partial(_work_of, {}, functools.partial(_costs, way=way, resized=size))
+            made = [replace(one, nbytes=size(one.nbytes)) if isinstance(one, Move) else works(one) for one in events]
             found.append((name, [event for event in made if isinstance(event, Move) or event.labels]))
         return found
 
@@ -116,10 +118,15 @@ class OpRecorder:
                 self._phases[-1][1].append(Ops(device, tuple(ops)))
 
 
-def _event(event: Recorded, costs: Callable[[Op], tuple[OpCost, ...]], resized: Callable[[int], int]) -> Event:
-    if isinstance(event, Move):
-        return replace(event, nbytes=resized(event.nbytes))
-    return Work.of(event.device, [cost for op in event.ops for cost in costs(op)])
+def _work_of(known: dict[Any, Any], costs: Callable[[Op], tuple[OpCost, ...]], event: Ops) -> Work:
+    """Return the work of ops. Many layers are identical, so `known` has the costs and works of the same objects."""
+    place = event.device, *map(id, event.ops)
+    if place not in known:
+        for op in event.ops:
+            if id(op) not in known:
+                known[id(op)] = costs(op)
+        known[place] = Work.of(event.device, [cost for op in event.ops for cost in known[id(op)]])
+    return replace(known[place])  # clocks distinguish works by their identity
 
 
 def _costs(op: Op, *, way: Way, resized: Callable[[int], int]) -> tuple[OpCost, ...]:
