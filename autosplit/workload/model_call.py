@@ -237,7 +237,8 @@ class OutsideParameters:
         if self._steps == 2:
             return
         self._steps += 1
-        known = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+        live = modules_of(workload)  # autosplit trains a copy, and a penalty may use the caller's own model
+        known = {id(tensor) for module in (*modules, *live) for tensor in (*module.parameters(), *module.buffers())}
         known.update(map(id, tensors_of(batch)))
         outside = [leaf for leaf in _leaves_of(loss) if id(leaf) not in known]
         earlier = [ref() for ref, _ in self._before]
@@ -248,13 +249,10 @@ class OutsideParameters:
         for ref, gradient in self._before:
             if (leaf := ref()) is not None:
                 leaf.grad = gradient
-        given = {id(parameter) for module in modules_of(workload) for parameter in module.parameters()}
-        advice = "Use the model that compute_loss or loss_fn gets as its argument, because autosplit trains a copy"
-        if not any(id(leaf) in given for leaf in found):
-            advice = f"{INTO_THE_MODEL}. If it is not trained, call requires_grad_(False) on it"
         raise WorkloadError(
             f"The loss trains {counted_text(len(found), 'tensor')} outside of the model, the first of shape "
-            f"{tuple(found[0].shape)}. Expected all trained parameters in the model. {advice}.",
+            f"{tuple(found[0].shape)}. Expected all trained parameters in the model. {INTO_THE_MODEL}. If it is not "
+            "trained, call requires_grad_(False) on it.",
             code="loss-trains-outside",
         )
 

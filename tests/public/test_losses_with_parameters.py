@@ -131,8 +131,20 @@ def test_the_model_must_be_the_argument():
     """A loss that uses the script's model instead of its argument gives its gradient to a model that is not trained."""
     model = nn.Linear(32, 16)
     workload = autosplit.Workload(model, torch.randn(8, 32), compute_loss=lambda _, batch: model(batch).square().mean())
-    with raises(WorkloadError, CODE, "as its argument"):
-        autosplit.check(workload)
+    with raises(WorkloadError, "no-gradient", "call the model that is passed"):
+        autosplit.find_ceiling(workload, "cpu:1MiB")
+    assert model.weight.grad is None
+
+
+def test_a_loss_may_add_a_penalty_on_the_scripts_own_model():
+    """autosplit trains a copy, so the script's model is not the one that the step trains."""
+    model = nn.Linear(32, 16)
+
+    def loss(outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets) + 1e-3 * sum(p.norm() for p in model.parameters())
+
+    workload = autosplit.Workload(model, (torch.randn(8, 32), torch.randint(16, (8,))), loss)
+    assert autosplit.find_ceiling(workload, "cpu:1MiB").batch_size > 8
     assert model.weight.grad is None
 
 
