@@ -126,7 +126,8 @@ def _work_of(known: dict[Any, Any], costs: Callable[[Op], tuple[OpCost, ...]], e
             if id(op) not in known:
                 known[id(op)] = costs(op)
         known[place] = Work.of(event.device, [cost for op in event.ops for cost in known[id(op)]])
-    return replace(known[place])  # clocks distinguish works by their identity
+    work: Work = known[place]
+    return replace(work)  # clocks distinguish works by their identity
 
 
 def _costs(op: Op, *, way: Way, resized: Callable[[int], int]) -> tuple[OpCost, ...]:
