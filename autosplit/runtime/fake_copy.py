@@ -122,6 +122,13 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Ten
         return fake.requires_grad_(tensor.requires_grad)
 
 
+def zero_gradient(parameter: Tensor) -> Tensor:
+    """Return `torch.zeros_like(parameter)`. A fake one is made without a call of FakeTensorMode."""
+    if not isinstance(parameter, FakeTensor) or not parameter.is_contiguous():
+        return torch.zeros_like(parameter)
+    return new_fake(parameter.shape, parameter.stride(), parameter.dtype, parameter.device, parameter.fake_mode)
+
+
 def _fake_sparse(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     """Make a fake sparse tensor with the same number of values, which torch's fakes lack."""
     if tensor.layout is not torch.sparse_coo:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,40 +64,46 @@ class _Output:
 
 
 @dataclass(frozen=True)
-class _Outputs:
-    """The outputs of an operator. `outputs` is empty if the operator returns its first argument."""
+class KnownCall:
+    """A call whose outputs are known.
+
+    Attributes:
+        outputs: Empty if the operator returns its first argument.
+        facts: What an observer has found out about the call.
+    """
 
     outputs: tuple[_Output | None, ...]
     is_tuple: bool
+    facts: dict[Any, Any] = field(default_factory=dict, compare=False)
 
 
 class FakeResults:
     """Outputs of the operators that ran, by their arguments. See Note [Fake results]."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, _Outputs | None] = {}
+        self._known: dict[Any, KnownCall | None] = {}
 
     def repeated(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
-    ) -> tuple[Any, Any]:
-        """Return a key of all that the outputs depend on (or None), and the outputs of a repeated call (or None)."""
+    ) -> tuple[Any, KnownCall | None, Any]:
+        """Return a key of all that the outputs depend on, and the known call with its outputs, each or None."""
         mode = getattr(inputs[0], "fake_mode", None) if inputs and _is_repeatable(func) else None
         if mode is None or any(getattr(tensor, "fake_mode", None) is not mode for tensor in inputs):
-            return None, None
+            return None, None, None
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
         with without_torch_functions():
             try:
                 described = _described(args), *((name, _described(value)) for name, value in kwargs.items())
             except _UnknownError:
-                return None, None
+                return None, None, None
             key = func, described, mode, modes
             known = self._known.get(key)
             if known is None:
-                return key, None
+                return key, None, None
             if not known.outputs:
-                return key, args[0]
+                return key, known, args[0]
             made = tuple(None if one is None else _made(one, inputs[0]) for one in known.outputs)
-            return key, made if known.is_tuple else made[0]
+            return key, known, made if known.is_tuple else made[0]
 
     def note(self, key: Any, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Any) -> None:
         """Store the outputs of a call that ran, if `outputs` can make the same outputs again."""
@@ -129,16 +135,16 @@ def _described(value: Any) -> Any:
     raise _UnknownError
 
 
-def _noted(key: Any, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Any) -> _Outputs | None:
+def _noted(key: Any, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Any) -> KnownCall | None:
     """Return how to make an operator's outputs again, or None if they are not one of the forms in the note."""
     if args and outputs is args[0]:
-        return _Outputs((), False) if _described(args) == key[1][0] else None
+        return KnownCall((), False) if _described(args) == key[1][0] else None
     func, made = key[0], outputs if type(outputs) is tuple else (outputs,)
     found = [None if one is None else _output(func, one, inputs) for one in made]
     keys = [key_of(one) for one in made if isinstance(one, Tensor)]
     if not any(found) or len(set(keys)) < len(keys):
         return None
-    return _Outputs(tuple(found), type(outputs) is tuple)
+    return KnownCall(tuple(found), type(outputs) is tuple)
 
 
 def _output(func: Any, tensor: Any, inputs: Sequence[Tensor]) -> _Output:
@@ -149,7 +155,7 @@ def _output(func: Any, tensor: Any, inputs: Sequence[Tensor]) -> _Output:
     if requires_grad or (shares and (not func.is_view or len(inputs) > 1)):
         raise _UnknownError
     similar = new_fake((), (), dtype, device, tensor.fake_mode)
-    found = _Output(shape, stride, dtype, offset, shares, dict(vars(similar)))
+    found = _Output(shape, stride, dtype, offset, shares, vars(similar))
     again = _made(found, inputs[0])
     if _described(again) != _described(tensor) or again.untyped_storage().nbytes() != tensor.untyped_storage().nbytes():
         raise _UnknownError

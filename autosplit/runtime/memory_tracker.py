@@ -38,13 +38,13 @@ from autosplit.devices.transfer import (
 from autosplit.oom import OutOfMemoryError
 from autosplit.rng import ExtremeDraws
 from autosplit.runtime.data_dependent import DataDependent, replace_drawn
-from autosplit.runtime.fake_results import FakeResults
+from autosplit.runtime.fake_results import FakeResults, KnownCall
 from autosplit.runtime.gpu_kernels import GpuKernels
 from autosplit.runtime.kernel_memory import NO_LIMITS, WITH_INNER_MEMORY, temporary_blocks, workspaces
 from autosplit.runtime.op_cost import running_part
 from autosplit.runtime.real_outputs import as_real
 from autosplit.runtime.tensor_parts import dense_parts, key_of, tensors_among
-from autosplit.torch_versions import FakeTensor, TorchDispatchMode, storage_key
+from autosplit.torch_versions import FakeTensor, TorchDispatchMode, storage_key, without_torch_functions
 
 BLOCK_BYTES = 512
 
@@ -85,8 +85,16 @@ Left = Sequence[weakref.ref[torch.UntypedStorage]]
 class Observer(Protocol):
     """Receive the ops and transfers of a tracked step, in order. The simulator's observer records them."""
 
-    def on_op(self, device: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Handle an op that ran on a device."""
+    def on_op(
+        self,
+        device: int,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        outputs: Any,
+        known: KnownCall | None,
+    ) -> None:
+        """Handle an op that ran on a device, or whose outputs were known."""
 
     def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
         """Handle a copy of a tensor from one device to another."""
@@ -101,11 +109,10 @@ class _Place:
 
 @dataclass
 class _Held(_Place):
-    """A live storage: its rounded and exact sizes, and the callback that runs when it is freed."""
+    """A live storage: its rounded and exact sizes, and a reference that calls the tracker when it is freed."""
 
     nbytes: int
     exact_bytes: int
-    finalizer: weakref.finalize[..., Any]
     storage: weakref.ref[torch.UntypedStorage]
 
 
@@ -211,10 +218,7 @@ class Tracker(TorchDispatchMode, Placement):
         assert self._token is not None
         ACTIVE.reset(self._token)
         self._token = None
-        # The user may keep a storage longer than this tracker, so remove the tracker's finalizers.
-        for held in self._held.values():
-            held.finalizer.detach()
-        self._held.clear()
+        self._held.clear()  # with the references, so that a storage that the user keeps does not call this tracker
 
     def reset_peak(self) -> None:
         """Reset the peak to the current bytes."""
@@ -307,31 +311,35 @@ class Tracker(TorchDispatchMode, Placement):
             return self._transfer(func, args)
         if func is TRANSFER_INTO_OP:
             return self._transfer_into(func, args)
-        inputs = list(tensors_among((*args, *kwargs.values())))
-        held = [self._held_of(tensor) for tensor in inputs]
-        device, by_scalar = _device_of_inputs(inputs, held)
-        outputs = self._outputs_of(func, args, kwargs, inputs)
+        with without_torch_functions():
+            inputs = list(tensors_among((*args, *kwargs.values())))
+            held = [self._held_of(tensor) for tensor in inputs]
+            device, by_scalar = _device_of_inputs(inputs, held)
+        outputs, known = self._outputs_of(func, args, kwargs, inputs)
         if device < 0 and self._draws is not None:
             replace_drawn(self._draws, func, args, outputs)
-        if device >= 0 and not by_scalar:
-            for tensor, record in zip(inputs, held, strict=True):
-                if (record is None or record.device == _PROVISIONAL) and tensor.dim() > 0:
-                    self.adopt(tensor, device)
-        self._follow(inputs, tensors_among((outputs,)), device)
-        self._note_arrival(func, outputs)
-        self._charge_inside(func, args, outputs, device)
-        if self._observer is not None and device >= 0:
-            self._observer.on_op(device, func, args, kwargs, outputs)
+        with without_torch_functions():
+            if device >= 0 and not by_scalar:
+                for tensor, record in zip(inputs, held, strict=True):
+                    if (record is None or record.device == _PROVISIONAL) and tensor.dim() > 0:
+                        self.adopt(tensor, device)
+            self._follow(inputs, tensors_among((outputs,)), device)
+            self._note_arrival(func, outputs)
+            self._charge_inside(func, args, outputs, device)
+            if self._observer is not None and device >= 0:
+                self._observer.on_op(device, func, args, kwargs, outputs, known)
         return outputs
 
-    def _outputs_of(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
+    def _outputs_of(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[Tensor]
+    ) -> tuple[Any, KnownCall | None]:
         results = self._fake_results
-        key, outputs = (None, None) if results is None else results.repeated(func, args, kwargs, inputs)
-        if outputs is None:
+        key, known, outputs = (None, None, None) if results is None else results.repeated(func, args, kwargs, inputs)
+        if known is None:
             outputs = as_real(func, args, self._run(func, args, kwargs), like_gpu=self._kernels is not None)
             if results is not None and key is not None:
                 results.note(key, args, inputs, outputs)
-        return outputs
+        return outputs, known
 
     def _charge_inside(self, func: Any, args: Sequence[Any], outputs: Any, device: int) -> None:
         """Charge an operator's temporary blocks, and the library workspaces that it is the first to use."""
@@ -380,7 +388,7 @@ class Tracker(TorchDispatchMode, Placement):
 
     def _transfer(self, func: Any, args: Sequence[Any]) -> Tensor:
         _, source, destination, purpose = args
-        copy: Tensor = self._outputs_of(func, args, {}, [args[0]])
+        copy: Tensor = self._outputs_of(func, args, {}, [args[0]])[0]
         if destination != HOST:
             self.adopt(copy, destination)
         if purpose in _KINDS:
@@ -434,9 +442,8 @@ class Tracker(TorchDispatchMode, Placement):
             return
         exact_bytes = storage.nbytes()
         nbytes = rounded(exact_bytes)
-        finalizer = weakref.finalize(storage, self._release, key)
-        finalizer.atexit = False
-        held = self._held[key] = _Held(device, nbytes, exact_bytes, finalizer, weakref.ref(storage))
+        released = weakref.ref(storage, lambda _: self._release(key))
+        held = self._held[key] = _Held(device, nbytes, exact_bytes, released)
         if device >= 0:
             self._charge(held, nbytes, exact_bytes)
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from autosplit.runtime.kernel_time import Part
-from autosplit.runtime.op_cost import OpCost, op_cost, running_part
+from autosplit.runtime.op_cost import OpCost, op_cost
 
 ODD_SIZES = (1031, 1051)
 """Odd sizes for up to two devices. No common model has a dimension that these primes or their sum divide.
@@ -78,15 +78,25 @@ class OpCall:
     outputs: Any
     part: Part
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_hash"}  # other processes hash otherwise
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.func, self.args, self.kwargs, self.outputs, self.part))
+
     @classmethod
-    def of(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> OpCall:
+    def of(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any, part: Part) -> OpCall:
         """Record a call with the outputs that it returned.
 
         Raises:
             NotImplementedError: An argument or output is a sparse tensor, whose shape does not determine the cost.
         """
         named = tuple((name, _mapped(_shape_of, value)) for name, value in kwargs.items())
-        return cls(func, _mapped(_shape_of, args), named, _mapped(_shape_of, outputs), running_part())
+        return cls(func, _mapped(_shape_of, args), named, _mapped(_shape_of, outputs), part)
 
     def costs(self, resized: Callable[[int], int] = int) -> tuple[OpCost, ...]:
         """Return the costs of the op, with each dimension converted by `resized`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -189,6 +190,7 @@ _BY_LAYOUT = {"batch_norm", "batch_norm_backward", "pooling"}
 """Kinds with separate kernels for channels-last tensors."""
 
 
+@functools.cache
 def is_free(func: Any) -> bool:
     """Return whether an op costs nothing: a view, an allocation, or a query such as ``prim.device``."""
     packet = getattr(func, "overloadpacket", None)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosplit.runtime.fake_results import KnownCall
 from autosplit.runtime.gradient_arrivals import ArrivalCall, Way
 from autosplit.runtime.memory_tracker import Arrivals
 from autosplit.runtime.op_calls import OpCall
@@ -66,7 +67,15 @@ class OpRecorder:
         self._close(*list(self._open))
         self._phases.append((phase, []))
 
-    def on_op(self, device: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
+    def on_op(
+        self,
+        device: int,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        outputs: Any,
+        known: KnownCall | None = None,
+    ) -> None:
         """Add an op to its device's list."""
         if getattr(func, "overloadpacket", None) in _NORMS_OVER_SAMPLES:
             self.norms_over_samples |= _values_per_channel(func, args) <= self._samples
@@ -74,14 +83,19 @@ class OpRecorder:
         if is_free(func) and not arrives:
             return
         op: Op
+        part = running_part()
+        call = None if known is None else known.facts.get(part)
         try:
-            call = OpCall.of(func, args, kwargs, outputs)
+            if call is None:
+                call = OpCall.of(func, args, kwargs, outputs, part)
+            if known is not None:
+                known.facts[part] = call
             op = ArrivalCall(call) if arrives else self.recurrent.op(call)
             op = self._ops.setdefault(op, op)
         except NotImplementedError:
             if self._keeps_calls:
                 raise
-            op = op_cost(func, args, kwargs, outputs, running_part())
+            op = op_cost(func, args, kwargs, outputs, part)
         self._open.setdefault(device, []).append(op)
 
     def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:

@@ -98,6 +98,7 @@ def _quick_collections() -> Iterator[None]:
     With torch and the user's libraries loaded, a full collection takes 0.1 to 0.3 s. Tuning on two devices collects 100
     times.
     """
+    fake_mode()  # the first one imports 900 modules of torch, which no collection has to examine
     with held_interrupts():  # a KeyboardInterrupt in a finalizer would be lost
         gc.collect()
     gc.freeze()

@@ -280,7 +280,7 @@ class Tracer:
             found.append([])
             for split in splits:
                 size = resizer(splits[0], split)
-                others = tuple(entry._replace(nbytes=size(entry.nbytes)) for entry in entries)
+                others = tuple(Entry(kind, device, size(nbytes), limits) for kind, device, nbytes, limits in entries)
                 is_own = way == "plain" and split == splits[0]
                 found[-1].append(_trace_of(shape, parts if is_own else (), others, recorder.phases(size, way)))
         return found

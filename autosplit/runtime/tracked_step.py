@@ -16,6 +16,7 @@ from autosplit.devices.transfer import HOST
 from autosplit.errors import WorkloadError
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.side_outputs import examine_no_more
+from autosplit.runtime.fake_copy import zero_gradient
 from autosplit.runtime.memory_tracker import Left, Tracker
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.trainee import CPU, Trainee
@@ -107,7 +108,7 @@ def run_placed(
         with trainee.fake_mode or nullcontext():
             batches = trainee.batches(sizes)
             for parameter in held:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = zero_gradient(parameter)
             with tracker, trainee.draws.in_step():
                 trainee.adopt_on(tracker, with_state=with_state)
                 tracker.adopt_left(trainee.left, 0)

@@ -19,7 +19,7 @@ from autosplit.errors import OWN_FOLDER, AutosplitError, WorkloadError, advise
 from autosplit.parallel.accumulation import Accumulation
 from autosplit.rng import ExtremeDraws
 from autosplit.runtime.data_dependent import needs_values
-from autosplit.runtime.fake_copy import fake_like
+from autosplit.runtime.fake_copy import fake_like, zero_gradient
 from autosplit.text import listed
 from autosplit.torch_versions import FakeTensorMode, scale_each, unset_fake_temporarily
 from autosplit.workload.batch import resize
@@ -253,7 +253,7 @@ class Trainee:
                 trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
                 try:
                     for parameter in trained:
-                        nothing = torch.zeros_like(parameter)
+                        nothing = zero_gradient(parameter)
                         is_sparse = isinstance(optimizer, torch.optim.SparseAdam)  # rejects dense gradients
                         parameter.grad = nothing.to_sparse(1) if is_sparse else nothing
                     optimizer.step()

@@ -68,7 +68,7 @@ class Seen:
     def __init__(self):
         self.transfers = []
 
-    def on_op(self, device, func, args, kwargs, outputs):
+    def on_op(self, device, func, args, kwargs, outputs, known):
         pass
 
     def on_transfer(self, source, destination, nbytes, purpose):

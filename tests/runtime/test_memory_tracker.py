@@ -220,7 +220,7 @@ class Places:
         self.mixed = []
         self.ops = [0, 0]
 
-    def on_op(self, device, func, args, kwargs, outputs):
+    def on_op(self, device, func, args, kwargs, outputs, known):
         self.ops[device] += 1
         places = {self.tracker.device_of(value) for value in args if isinstance(value, Tensor) and value.dim() > 0}
         if len(places - {HOST}) > 1:

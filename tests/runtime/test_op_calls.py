@@ -36,6 +36,6 @@ def test_a_product_costs_what_one_of_other_samples_does():
         return op_cost(aten.bmm.default, arguments(n), {}, torch.zeros(n, 7, 5))
 
     (odd,) = odd_split((2,))
-    call = OpCall.of(aten.bmm.default, arguments(odd), {}, torch.zeros(odd, 7, 5))
+    call = OpCall.of(aten.bmm.default, arguments(odd), {}, torch.zeros(odd, 7, 5), "forward")
     for n in (2, 31, 4096):
         assert call.costs(resizer((odd,), (n,))) == cost(n)
