@@ -8,12 +8,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autosplit.torch_versions import private
+
 
 class RankModel(DistributedDataParallel):
     """DistributedDataParallel whose forward in `eval()` and without gradients runs no collective.
 
     DDP broadcasts rank 0's buffers in the first forward after a training step, also in `eval()`. A rank that evaluates
-    alone would wait for the others. So the broadcast waits for the next training forward.
+    alone would wait for the others. So `Context.steps` broadcasts them after each optimizer step's last backward.
+    Outside of `Context.steps`, the next training forward does.
 
     Attributes:
         trained: The ids of the parameters that DDP synchronises. Parameters that are unfrozen, added or replaced later
@@ -23,6 +26,12 @@ class RankModel(DistributedDataParallel):
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
         self.trained = frozenset(id(one) for one in module.parameters() if one.requires_grad)
+
+    def share_buffers(self) -> None:
+        """Send rank 0's buffers to the other ranks now, instead of in the next forward. All ranks must call this."""
+        if self.will_sync_module_buffers():
+            private(self, "_sync_buffers")()
+            self.require_forward_param_sync = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model. Synchronise the ranks, unless the model only evaluates."""

@@ -67,7 +67,9 @@ class Ranks(StepListener):
         return silenced(self.models.wrapped)
 
     def finish(self, num_samples: float) -> None:  # noqa: ARG002
-        """Average the gradients, if no backward did."""
-        if self.apart:
-            for wrapped in self.models.wrapped:
+        """Average the gradients, if no backward did, and give all ranks the buffers of rank 0."""
+        for wrapped in self.models.wrapped:
+            if self.apart:
                 average_gradients(wrapped)
+            else:
+                wrapped.share_buffers()

@@ -377,6 +377,7 @@ class TestWriting:
             ctx.save_checkpoint(tmp_path / "none" / "last.pt", step=1)
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # of torch 2.6
 class TestLoadedValues:
     @pytest.mark.parametrize("overwrite", ["in place", "by torch.save"])
     def test_do_not_change_with_the_file(self, ctx, tmp_path, overwrite):
@@ -412,6 +413,7 @@ class TestLoadedValues:
         assert torch.equal(rest["ema"], torch.ones(2000))
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # of torch 2.6
 class TestShardedCheckpointsThatCannotBeWritten:
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
     @pytest.mark.parametrize("suffix", [".distcp", ".tmp"])

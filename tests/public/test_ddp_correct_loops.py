@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_jobs import make_plan
+from error_types import InputError
 from ranks import for_workers, found_by, job_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from autosplit import ddp
-from autosplit.errors import InputError
 
 EXACT = 1e-12
 EPOCHS = 2

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_jobs import make_plan
+from error_types import InputError
 from ranks import found_by, job_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from autosplit import ddp
-from autosplit.errors import InputError
 
 EXACT = 1e-12
 EPOCHS = 2

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from ddp_jobs import INPUTS, loader_of, make_model, make_plan
+from error_types import InputError, RankFailedError
 from ranks import found_by, job_of
 from torch import nn
 
 from autosplit import ddp
-from autosplit.errors import InputError, RankFailedError
 
 TIMEOUT_S = 30.0
 """Long enough that two ranks on a busy machine join each collective in time."""

@@ -65,9 +65,15 @@ CONFIGS = {
 }
 
 
-def trainer_of(name: str, folder: Any, split: tuple[int, ...], effective: int, **options: Any) -> Any:
-    transformers = pytest.importorskip("transformers", reason="needs transformers (the extra `integrations`)")
+@pytest.fixture
+def _tools():
+    pytest.importorskip("transformers", reason="needs transformers (the extra `integrations`)")
     pytest.importorskip("accelerate", reason="needs accelerate (the extra `integrations`)")
+
+
+def trainer_of(name: str, folder: Any, split: tuple[int, ...], effective: int, **options: Any) -> Any:
+    import transformers
+
     from autosplit.integrations.transformers import Trainer
 
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -79,6 +85,7 @@ def trainer_of(name: str, folder: Any, split: tuple[int, ...], effective: int, *
     return Trainer(model, arguments, train_dataset=data, plan=make_plan(split, effective))
 
 
+@pytest.mark.usefixtures("_tools")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_trainer_warns_of_a_routers_loss(name, tmp_path):
@@ -87,6 +94,7 @@ def test_the_trainer_warns_of_a_routers_loss(name, tmp_path):
         trainer_of(name, tmp_path, (2,), 4, output_router_logits=True)
 
 
+@pytest.mark.usefixtures("_tools")
 @pytest.mark.parametrize(
     ("effective", "options"),
     [
