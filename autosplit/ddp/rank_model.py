@@ -29,7 +29,7 @@ class RankModel(DistributedDataParallel):
 
     def share_buffers(self) -> None:
         """Send rank 0's buffers to the other ranks now, instead of in the next forward. All ranks must call this."""
-        if self.will_sync_module_buffers():
+        if self.will_sync_module_buffers():  # type: ignore[no-untyped-call]
             private(self, "_sync_buffers")()
             self.require_forward_param_sync = False
 
