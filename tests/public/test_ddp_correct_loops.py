@@ -98,7 +98,7 @@ def train(
             optimizer.zero_grad()
 
 
-def setup(sizes: tuple[int, int] = (7, 1)) -> Any:
+def job(sizes: tuple[int, int] = (7, 1)) -> Any:
     return ddp.setup(make_plan(sizes, EFFECTIVE), timeout_s=60)
 
 
@@ -109,7 +109,7 @@ LOOPS: dict[str, tuple[type[Net], Callable[..., Tensor]]] = {
 
 
 def trained(how: str) -> Tensor:
-    with setup() as ctx:
+    with job() as ctx:
         kind, loss_of = LOOPS[how]
         net = kind()
         train(ctx, ctx.wrap(net), loss_of)
@@ -118,7 +118,7 @@ def trained(how: str) -> Tensor:
 
 def with_ignored_parameters() -> list[bool]:
     """Return for each parameter whether it is equal on the ranks. DDP ignores those of one layer."""
-    with setup() as ctx:
+    with job() as ctx:
         net = Net()
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["more.weight", "more.bias"])
         train(ctx, ctx.wrap(net))
@@ -132,7 +132,7 @@ def with_ignored_parameters() -> list[bool]:
 
 def with_own_batch_sampler() -> list[int]:
     """Return this rank's samples of an epoch, drawn by the user's own batch sampler for ranks."""
-    with setup((4, 4)) as ctx:
+    with job((4, 4)) as ctx:
         model = ctx.wrap(Net())
         samples = DistributedSampler(DATA, num_replicas=2, rank=ctx.rank, shuffle=False, drop_last=True)
 
@@ -155,7 +155,7 @@ def with_own_batch_sampler() -> list[int]:
 
 def evaluated_by_one_rank() -> Tensor:
     """Evaluate on rank 0 with the wrapper, after `eval` of the inner model only."""
-    with setup((5, 3)) as ctx:
+    with job((5, 3)) as ctx:
         net = Net()
         net.norm = nn.BatchNorm1d(5).double()
         model = ctx.wrap(net)
@@ -173,7 +173,7 @@ def evaluated_by_one_rank() -> Tensor:
 
 def unsynchronised(how: str) -> str:
     """Train with parameters that DDP does not synchronise, and return the error."""
-    with setup() as ctx:
+    with job() as ctx:
         net, now = Net(), {"epoch": 0, "step": 0}
         model = ctx.wrap(net)
         scale = torch.ones(3, dtype=torch.complex128 if how == "complex" else torch.float64, requires_grad=True)

@@ -67,7 +67,7 @@ def weights_of(*modules: nn.Module) -> Tensor:
     return torch.cat([one.detach().flatten() for module in modules for one in module.parameters()])
 
 
-def setup(*, sizes: tuple[int, int] = (7, 1)) -> Any:
+def job(*, sizes: tuple[int, int] = (7, 1)) -> Any:
     return ddp.setup(make_plan(sizes, EFFECTIVE))
 
 
@@ -153,7 +153,7 @@ def loader_of(owner: Any) -> DataLoader[Any]:
 
 def with_wrapped_loader(how: str) -> str:
     # A list inside another iterable is recognised by its smaller last batch, which rank 1 of (7, 1) does not have.
-    with setup(sizes=(5, 3) if "of a list" in how else (7, 1)) as ctx:
+    with job(sizes=(5, 3) if "of a list" in how else (7, 1)) as ctx:
         model = ctx.wrap(Net())
         try:
             for step in ctx.steps(WRAPPED[how](loader_of(ctx))):
@@ -166,7 +166,7 @@ def with_wrapped_loader(how: str) -> str:
 
 def with_chosen_samples(how: str) -> str | list[int]:
     """Train on samples that a SubsetRandomSampler chooses, and return this rank's samples, or the error."""
-    with setup() as ctx:
+    with job() as ctx:
         model, seen = ctx.wrap(Net()), []
         chosen = range(30) if how == "the same samples" else range(15 * ctx.rank, 15 * ctx.rank + 15)
         loader = DataLoader(
@@ -184,7 +184,7 @@ def with_chosen_samples(how: str) -> str | list[int]:
 
 def with_bar_around_steps() -> tuple[Tensor, list[int], int]:
     """Return the weights, the lengths of the bars, and the samples consumed after two steps of the last epoch."""
-    with setup() as ctx:
+    with job() as ctx:
         model = ctx.wrap(Net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         loader = loader_of(ctx)
@@ -236,7 +236,7 @@ UNFROZEN = {"unfrozen": 0, "unfrozen in epoch 1": 1}
 
 def unsynchronised(how: str) -> str:
     """Train with a model that DDP synchronises in part, and return the error."""
-    with setup() as ctx:
+    with job() as ctx:
         net = Net(frozen=how in UNFROZEN)
         model = net if how == "no wrapper" else ctx.wrap(net)
         if ctx.rank in LATER_LAYERS.get(how, ()):
@@ -268,7 +268,7 @@ UNSYNCHRONISED = {
 
 
 def wrapped_again() -> Tensor:
-    with setup() as ctx:
+    with job() as ctx:
 
         def begin(net: Any, epoch: int) -> nn.Module:
             net.body.requires_grad_(epoch == 1)
@@ -278,14 +278,14 @@ def wrapped_again() -> Tensor:
 
 
 def loss_wrapped_as_well() -> Tensor:
-    with setup() as ctx:
+    with job() as ctx:
         net, centres = Net(), Centres()
         model, loss_fn = ctx.wrap(net), ctx.wrap(centres)
         return train(ctx, lambda model, x, y: loss_fn(model(x), y), net, centres, begin=lambda _net, _epoch: model)
 
 
 def users_own_wrapper() -> Tensor:
-    with setup() as ctx:
+    with job() as ctx:
         net = Net()
         model = DistributedDataParallel(net)
         found = train(ctx, usual_loss, net, begin=lambda _net, _epoch: model)
@@ -296,7 +296,7 @@ def users_own_wrapper() -> Tensor:
 
 
 def wrapper_then_method() -> Tensor:
-    with setup() as ctx:
+    with job() as ctx:
         net = Net()
         model = ctx.wrap(net)
         loss_of = lambda model, *batch: (model(*batch).detach(), model.module.loss(*batch))[1]
@@ -304,7 +304,7 @@ def wrapper_then_method() -> Tensor:
 
 
 def compiled(how: str) -> Tensor:
-    with setup() as ctx:
+    with job() as ctx:
         net = Net()
         model: Any = ctx.wrap(net)
         if how == "in place":
@@ -316,7 +316,7 @@ def compiled(how: str) -> Tensor:
 
 def evaluated_by_one_rank() -> list[bool]:
     """Evaluate a model with BatchNorm on rank 0 only, between the epochs and inside of one."""
-    with setup(sizes=(5, 3)) as ctx:
+    with job(sizes=(5, 3)) as ctx:
         torch.manual_seed(6)
         net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7, momentum=None), nn.Linear(7, 3)).double()
         model, equal = ctx.wrap(net), []
