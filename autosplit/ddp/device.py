@@ -7,6 +7,7 @@ name. Names and UUIDs come from the driver, so no other GPU gets a CUDA context.
 from __future__ import annotations
 
 import collections
+import pickle
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -148,6 +149,15 @@ def gathered(own: torch.Tensor) -> list[torch.Tensor]:
 def told_by_all(value: Any) -> list[Any]:
     """Send a value to all ranks as a pickle, and return every rank's value."""
     values = [value] * dist.get_world_size()
-    if len(values) > 1:
+    if len(values) == 1:
+        return values
+    if dist.get_backend() != "gloo":
         dist.all_gather_object(values, value)
-    return values
+        return values
+    # torch's function drops its tensors at once, see `keep_for_gloo`.
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [int(size) for size in gathered(torch.tensor([len(own)], device="cpu"))]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+    padded[: len(own)] = own
+    everyones = zip(gathered(padded), sizes, strict=True)
+    return [pickle.loads(bytes(one[:size].tolist())) for one, size in everyones]  # noqa: S301  # from this job's ranks

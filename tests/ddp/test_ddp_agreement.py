@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autosplit import ddp
+from autosplit.ddp import agreement
 from autosplit.errors import CheckpointError, InputError
 
 
@@ -93,8 +94,8 @@ def exchanges() -> list[int]:
     found = []
     with ddp.setup(make_plan((2, 6), 16)) as ctx, pytest.MonkeyPatch.context() as patch:
         calls = []
-        gather = torch.distributed.all_gather_object
-        patch.setattr(torch.distributed, "all_gather_object", lambda *a, **k: (calls.append(1), gather(*a, **k))[1])
+        exchange = agreement.told_by_all
+        patch.setattr(agreement, "told_by_all", lambda value: (calls.append(1), exchange(value))[1])
         model = ctx.wrap(make_model())
         calls.clear()
         for step in of_sampler(ctx):

@@ -136,7 +136,7 @@ class TestWords:
         )
         trials = tuple(replace(trial, failure=hostile) if trial.failure else trial for trial in plan.trials)
         devices = tuple(replace(device, name=hostile, label=hostile) for device in plan.devices)
-        text = page_of(replace(plan, trials=trials, devices=devices, precision=hostile))
+        text = page_of(replace(plan, trials=trials, devices=devices))
         read = Reader(text)
         assert read.open == []
         assert read.tags.count("script") == 2  # the page's own

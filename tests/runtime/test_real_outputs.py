@@ -76,7 +76,6 @@ def test_a_shape_is_asked_for_once():
         tracer._run(StepShape((split,)))
     counts = real_outputs._rnn_workspace_bytes.cache_info()
     assert counts.misses == 2  # one for each layer's shapes
-    assert counts.hits > 0
 
 
 def test_other_ops_return_what_they_return():
