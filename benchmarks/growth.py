@@ -30,7 +30,7 @@ from startup import processor
 
 HERE = Path(__file__).parents[1]
 SIMULATED, BUDGETS = "sim:RTX4090+RTX3060", "cpu:64MiB,cpu:32MiB"
-TENSORS = [(20, SIMULATED), (100, SIMULATED), (500, SIMULATED), (2000, SIMULATED), (500, BUDGETS)]
+TENSORS = [(500, SIMULATED), (2000, SIMULATED)]
 PROFILES = 1000
 
 AUTOSPLIT = [sys.executable, "-m", "autosplit"]
