@@ -39,7 +39,7 @@ ranks = job_of(__name__, "SCENARIOS", 2)
 @pytest.mark.slow
 def test_the_error_names_the_ranks_and_their_steps(ranks):
     """Both ranks waited in different collectives. Nothing was printed in 130 s, and the time-out was 30 minutes."""
-    places = ["at the start of loop 3", "in micro-batch 1 of optimizer step 1 of loop 2"]
+    places = ["at the start of loop 3", "in micro-batch 2 of optimizer step 1 of loop 2"]
     for rank, text in enumerate(found_by(ranks, "left early")):
         own, other = places[rank], places[1 - rank]
         assert f"rank {rank} waited" in text
