@@ -44,6 +44,7 @@ def page() -> str:
         _lengths,
         _noise_scale,
         _startup,
+        _growth,
     )
     return "\n".join([INTRODUCTION, *(line for section in sections for line in section())]) + "\n"
 
@@ -698,6 +699,33 @@ def _startup() -> list[str]:
     ]
     columns = ("command", "seconds", "relative to importing torch")
     return [*_opened("Start-up", text, "startup", found), *_table(columns, rows), f"Limits: {found['claim']}."]
+
+
+def _growth() -> list[str]:
+    found = _read("growth")
+    now, before = found["commits"]["now"], found["commits"]["before"]
+    text = (
+        f"Commit {now} and commit {before} in turns, on a machine with other load. CPU seconds depend less on that "
+        "load than the wall time. A model of N tensors has N parameters with one operator each."
+    )
+    cases = {**{f"{name} (tensors)": case for name, case in found["tensors"].items()}}
+    cases["`examples/char_gpt.py` on sim:2xRTX4090"] = found["char_gpt on sim:2xRTX4090"]
+    rows = [
+        (name, *(f"{case[key]:.2f}" for key in ("before_cpu_s", "now_cpu_s", "cpu_ratio", "wall_ratio")))
+        for name, case in cases.items()
+    ]
+    columns = ("tune", "before, CPU s", "now, CPU s", "ratio", "ratio of wall times")
+    stored = next(value for name, value in found.items() if name.endswith("profiles"))
+    commands = [
+        (
+            f"`{command}`",
+            *(f"{case[name][key]:.2f}" for name in ("before", "now") for key in ("cpu_ratio", "wall_ratio")),
+        )
+        for command, case in stored.items()
+    ]
+    headings = ("1,000 profiles relative to 1", "before, CPU", "before, wall", "now, CPU", "now, wall")
+    lines = [*_opened("Growth", text, "growth", found), *_table(columns, rows), *_table(headings, commands)]
+    return [*lines, f"Limits: {found['claim']}."]
 
 
 if __name__ == "__main__":
