@@ -103,12 +103,12 @@ class Progress(StepListener):
         where = f" ({frames[-1]})" if frames else ""
         others = self._places(store)
         elsewhere = {rank: place for rank, place in others.items() if place != self.place} or others
-        told = ", ".join(f"rank {rank} is {place}" for rank, place in [*elsewhere.items()][:4])
+        places = ", ".join(f"rank {rank} is {place}" for rank, place in [*elsewhere.items()][:4])
         return RankFailedError(
-            f"rank {self._rank} waited {waited_s:.0f} s for the other ranks {self.place}{where}, but {told}. All ranks "
-            "must run the same steps. If a rank may take longer, pass timeout_s= to autosplit.ddp.setup",
+            f"rank {self._rank} waited {waited_s:.0f} s for the other ranks {self.place}{where}, but {places}. All "
+            "ranks must run the same steps. If a rank may take longer, pass timeout_s= to autosplit.ddp.setup",
             rank=next(iter(elsewhere)),
-            cause=f"a collective timed out: {told}",
+            cause=f"a collective timed out: {places}",
         )
 
     def _places(self, store: Any) -> dict[int, str]:
