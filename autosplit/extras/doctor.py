@@ -299,7 +299,7 @@ def _by_the_plan(plan: Any) -> tuple[float, tuple[int, ...]]:
     optimizer = torch.optim.AdamW(model.parameters())
     count = plan.effective_batch_size
     features, classes = torch.randn(count, _FEATURES), torch.randint(_CLASSES, (count,))
-    batches = [(features[indices], classes[indices]) for indices in plan.batch_sampler(count)]
+    batches = list(zip(features.split(plan.batch_size), classes.split(plan.batch_size), strict=True))
     places = [device for device in model.devices if is_accelerator(device.type)]
     budgeted = all(device.budgeted for device in plan.devices)
 

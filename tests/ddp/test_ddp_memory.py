@@ -1,4 +1,4 @@
-"""Loading a checkpoint costs each rank only the file's pages, and not a byte on the first GPU."""
+"""Loading a checkpoint needs one copy of the model in each rank's memory, and not a byte on the first GPU."""
 
 from __future__ import annotations
 
@@ -117,17 +117,17 @@ ON_GPU = {"ours": on_gpu}
 
 @pytest.mark.slow
 @pytest.mark.skipif(not STATUS.exists(), reason="the kernel's own figures of a process are Linux's")
-def test_a_rank_peaks_at_its_model_and_the_files_pages(tmp_path, monkeypatch):
-    """A copy of the file in each rank's memory exhausts a machine of eight ranks."""
+def test_a_rank_peaks_at_its_model_and_one_copy(tmp_path, monkeypatch):
+    """Mapped tensors changed when the file was replaced, so each rank copies them once. A second copy is too much."""
     monkeypatch.setenv("SCENARIO_FOLDER", str(tmp_path))
     ranks = run_ranks(__name__, "ON_PROCESSOR", 2, tmp_path, limit_s=250, spawned=True)
     for found in found_by(ranks, "ours"):
         assert found["model"] == 208 * MIB
-        assert found["anonymous"] < SPARE_BYTES
-        assert found["peak"] < found["file"] + SPARE_BYTES
+        assert found["anonymous"] < found["model"] + SPARE_BYTES
+        assert found["peak"] < found["model"] + found["file"] + SPARE_BYTES
         assert found["left"] < SPARE_BYTES
     for found in found_by(ranks, "by hand"):
-        assert found["anonymous"] > found["model"] - SPARE_BYTES, "so that this tells a copy from a mapping"
+        assert found["anonymous"] > found["model"] - SPARE_BYTES, "the counter shows a copy"
 
 
 @pytest.mark.gpu

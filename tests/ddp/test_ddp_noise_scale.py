@@ -32,15 +32,22 @@ def estimated(sizes: tuple[int, ...], effective: int, *, own_loader: bool = Fals
         nn.init.zeros_(net.weight)
         model = ctx.wrap(net)
         data = TensorDataset(INPUTS, INPUTS.sum(1, keepdim=True) + 2 * NOISE)
-        loader: Any = DataLoader(data, batch_sampler=ctx.batch_sampler(NUM_SAMPLES, shuffle=True, seed=7))
+        sampler: Any = ctx.batch_sampler(NUM_SAMPLES, shuffle=True, seed=7)
         if own_loader:
-            loader = list(loader)
+            sampler = own_batches(sizes, ctx.rank)
+        loader = DataLoader(data, batch_sampler=sampler)
         noise_scale = NoiseScale()
         for step in ctx.steps(loader, noise_scale=noise_scale):
             for inputs, targets in step:
                 step.backward(nn.functional.mse_loss(model(inputs), targets))
             model.zero_grad()
         return noise_scale.value, len(noise_scale)
+
+
+def own_batches(sizes: tuple[int, ...], rank: int) -> list[list[int]]:
+    """Return one rank's batches of a user's own batch sampler. The ranks divide each `sum(sizes)` samples."""
+    order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(7))
+    return [micro_batch.split(sizes)[rank].tolist() for micro_batch in order.split(sum(sizes))]
 
 
 def refused() -> str:

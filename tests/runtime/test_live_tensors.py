@@ -97,6 +97,7 @@ def test_a_teacher_in_training_mode(devices, is_bound):
     def distilled(model, inputs):
         return F.mse_loss(model(inputs[0]), teacher(inputs[0]))
 
+    teacher.requires_grad_(False)  # parameters outside of the model must not train
     before = everything_of(teacher)
     run_all(devices, Workload(net(), batch(), compute_loss=trainer.loss if is_bound else distilled))
     assert_untouched(before, teacher)
@@ -105,7 +106,7 @@ def test_a_teacher_in_training_mode(devices, is_bound):
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [for_release(DEVICES[0]), DEVICES[1]])
 def test_a_loss_with_weights_of_its_own(devices):
-    loss = Weighted()
+    loss = Weighted().requires_grad_(False)  # parameters outside of the model must not train
     before = everything_of(loss)
     run_all(devices, Workload(net(), batch(), loss_fn=loss))
     assert_untouched(before, loss)
