@@ -708,7 +708,7 @@ def _growth() -> list[str]:
         f"Commit {now} and commit {before} in turns, on a machine with other load. CPU seconds depend less on that "
         "load than the wall time. A model of N tensors has N parameters with one operator each."
     )
-    cases = {**{f"{name} (tensors)": case for name, case in found["tensors"].items()}}
+    cases = {f"{name} (tensors)": case for name, case in found["tensors"].items()}
     cases["`examples/char_gpt.py` on sim:2xRTX4090"] = found["char_gpt on sim:2xRTX4090"]
     rows = [
         (name, *(f"{case[key]:.2f}" for key in ("before_cpu_s", "now_cpu_s", "cpu_ratio", "wall_ratio")))

@@ -54,8 +54,8 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
     here = ", ".join(f"{kind}:{number} {gpu.name}" for number, gpu in enumerate(gpus)) or "none"
     raise DeviceError(
         f"The rank's device is {label} ({own.name}), and the visible GPUs are: {here}. Expected that GPU, or a GPU "
-        "of the same name on another machine with the same devices. Set CUDA_VISIBLE_DEVICES as it was when the "
-        "plan was made, or tune here.",
+        "of the same name on another machine with the same devices. Set CUDA_VISIBLE_DEVICES to its value during "
+        "the tuning, or tune here.",
         code="rank-device-absent",
     )
 

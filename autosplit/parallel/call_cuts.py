@@ -85,8 +85,8 @@ class CallCuts:
             if not is_plain_sequence(part) or not has_tensors(part):
                 continue
             self.lists[place] = id(part) in held
-            is_alike = len({(item.shape, item.dtype) for item in part if isinstance(item, Tensor)}) == 1
-            if not self.lists[place] and length == size > 1 and is_alike and all(map(layout.is_cut, part)):
+            are_equal = len({(item.shape, item.dtype) for item in part if isinstance(item, Tensor)}) == 1
+            if not self.lists[place] and length == size > 1 and are_equal and all(map(layout.is_cut, part)):
                 warn_user(
                     f"The batch has a list of {size} tensors, each with {size} rows. It was cut into {size} rows, as "
                     "nn.DataParallel does. If each tensor is a sample, stack them. If not, pass them as separate "

@@ -49,11 +49,10 @@ def log_differences(key: ProfileKey) -> None:
     for path in paths:
         plan = read_or_none(path)
         if plan is not None and plan.workload.get("model") == key.workload.get("model"):
-            with contextlib.suppress(
-                RecursionError, ValueError
-            ):  # nested too deeply, or a number of thousands of digits
-                told = "; ".join(differences(plan, key))
-                _log.info("no profile matches. The newest, %s: %s", path.stem[:KEY_DIGITS], told)
+            # The file may be nested too deeply, or have a number of thousands of digits.
+            with contextlib.suppress(RecursionError, ValueError):
+                found = "; ".join(differences(plan, key))
+                _log.info("no profile matches. The newest, %s: %s", path.stem[:KEY_DIGITS], found)
 
 
 def differences(plan: Plan, key: ProfileKey) -> list[str]:

@@ -31,7 +31,7 @@ DATA = TensorDataset(INPUTS, LABELS)
 
 
 class Net(nn.Module):
-    """Two layers, of which one may be left out."""
+    """Two layers. The second one may be left out."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -133,10 +134,12 @@ def test_what_evaluation_runs_may_look_at_numbers():
     assert "real-tensors" in kinds(plan.notes)
 
 
-def test_it_is_remembered_by_what_has_to_fit():
+def test_it_is_remembered_by_what_has_to_fit(caplog):
     first = tuned(profile="auto")
-    second = tuned(profile="auto", fits="resume")
+    with caplog.at_level(logging.INFO, logger="autosplit"):
+        second = tuned(profile="auto", fits="resume")
     assert first.path != second.path
+    assert "fits was none, now resume" in caplog.text
     assert tuned(profile="auto", fits=["resume"]).path == second.path
 
 
