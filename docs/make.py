@@ -1,6 +1,7 @@
 """Writes docs/json.md, docs/json-schema.json, docs/command-line.md and the pages' scripts: python docs/make.py.
 
-The pages copy the "Attributes" of classes and the `--help` of commands. Tests compare the files with its output.
+The schema has the "Attributes" of classes, and the page of commands has their `--help`. Tests compare the files with
+its output.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import os
 import re
 import subprocess
 import sys
-import types
+import tempfile
+import textwrap
 import typing
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +27,60 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.record import SCHEMA_VERSION
 
 FOLDER = Path(__file__).parent
+WIDTH = 110
 
-INTRODUCTION = f"""# What `--json` prints
+SHOWN = "python -m autosplit tune examples/char_gpt.py --devices sim:RTX4090 --effective-batch-size 4096 --json"
+"""The command whose output docs/json.md shows. Its figures are the same on every machine."""
 
-`python docs/make.py` writes this page from the code. `json-schema.json` in the same folder describes the same types as
-JSON Schema.
+
+def page(plan: Mapping[str, Any]) -> str:
+    """Return docs/json.md, with a plan as an example."""
+    return f"""# What `--json` prints
+
+`python docs/make.py` writes this page. [json-schema.json](json-schema.json) describes every key of every command as
+JSON Schema: `commands` has the type of each command's output, and `$defs` has the types.
 
 Every command takes `--json` and prints one JSON value on stdout. Progress, notes and errors go to stderr. The exit code
 is the same as without `--json`. If there is no answer, stdout stays empty. For example, `show` without a plan prints
 nothing on stdout and exits with 2.
 
-Names contain the unit: `_bytes` are bytes, `_s` seconds, `samples_per_s` samples per second, `_percent` percent, `_c`
-degrees Celsius, `_w` watts. A share is a number from 0 to 1. Sizes without a unit are samples. Unknown values are
-`null`. A new version may add keys. `schema_version` of a plan (now {SCHEMA_VERSION}) changes if a key is removed or
-changes its meaning. A plan of another version raises an error when it is read.
+- Names contain the unit: `_bytes`, `_s` (seconds), `samples_per_s`, `_percent`, `_c` (degrees Celsius), `_w` (watts).
+- A share is a number from 0 to 1. Sizes without a unit are samples. Unknown values are `null`.
+- A new version may add keys. `schema_version` of a plan (now {SCHEMA_VERSION}) changes if a key is removed or changes
+  its meaning. A plan of another version raises an error when it is read.
 
-`tune` and `show` print the same JSON as `--output` and `Plan.save` write and `Plan.load` reads.
+`tune` and `show` print a plan, the same JSON as `--output` and `Plan.save` write and `Plan.load` reads:
+
+```sh
+{SHOWN}
+```
+
+```json
+{_lines_of(plan)}
+```
 """
 
-_SIMPLE = {int: "integer", float: "number", str: "string", bool: "true or false", type(None): "null", Any: "any value"}
+
+def example() -> dict[str, Any]:
+    """Return the plan that the shown command prints."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "AUTOSPLIT_CACHE_DIR": cache}
+        line = [sys.executable, *SHOWN.split()[1:]]
+        done = subprocess.run(line, env=environment, cwd=FOLDER.parent, capture_output=True, text=True, check=True)  # noqa: S603  # our own
+    plan: dict[str, Any] = json.loads(done.stdout)
+    return plan
 
 
-def page() -> str:
-    """Return docs/json.md."""
-    parts = [INTRODUCTION, "## By command\n", "| command | prints |", "| --- | --- |"]
-    parts += [f"| `autosplit {command}` | {_type_text(answer)} |" for command, answer in ANSWERS.items()]
-    parts += [f"| the file of `autosplit {command}` | {_type_text(answer)} |" for command, answer in FILES.items()]
-    for one in _classes():
-        parts.append(f"\n## {one.__name__}\n\n{_first_sentence(one)}\n")
-        parts += ["| key | type | what it is |", "| --- | --- | --- |"]
-        hints, said = typing.get_type_hints(one), described(one)
-        parts += [
-            f"| `{field.name}` | {_type_text(hints[field.name])} | {_in_a_cell(said[field.name])} |"
-            for field in fields(one)
-        ]
-    return "\n".join(parts) + "\n"
+def _lines_of(value: Any, indent: str = "", before: int = 0) -> str:
+    """Return a value as JSON, with each part on one line if it fits."""
+    short = json.dumps(value)
+    if len(indent) + before + len(short) < WIDTH or not value or not isinstance(value, (Mapping, list)):
+        return short
+    inner, named = indent + "  ", isinstance(value, Mapping)
+    names = [f"{json.dumps(name)}: " for name in value] if named else [""] * len(value)
+    parts = value.values() if isinstance(value, Mapping) else value
+    lines = [f"{inner}{name}{_lines_of(part, inner, len(name))}" for name, part in zip(names, parts, strict=True)]
+    return "\n".join(["{" if named else "[", ",\n".join(lines), indent + ("}" if named else "]")])
 
 
 def schema() -> dict[str, Any]:
@@ -111,40 +132,54 @@ def _classes() -> list[type]:
     return found
 
 
-def _type_text(hint: Any) -> str:
-    if hint in _SIMPLE:
-        return _SIMPLE[hint]
-    if is_dataclass(hint) and isinstance(hint, type):
-        return f"[{hint.__name__}](#{hint.__name__.lower()})"
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Literal:
-        return " or ".join(f'`"{part}"`' for part in parts)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(map(_type_text, parts))
-    if origin is tuple:
-        same = len(parts) == 2 and parts[1] is ...
-        return f"list of {_type_text(parts[0])}" if same else f"list of ({', '.join(map(_type_text, parts))})"
-    if origin in (dict, Mapping):
-        return "object" if parts[1] is Any else f"object of {_type_text(parts[1])}"
-    raise TypeError(f"no words for {hint}")
-
-
 def _first_sentence(one: type) -> str:
     return inspect.cleandoc(one.__doc__ or "").split("\n\n", maxsplit=1)[0].replace("\n", " ").replace("``", "`")
 
 
-def _in_a_cell(text: str) -> str:
-    return re.sub(r"\bNone\b", "`null`", text.replace("``", "`").replace("|", "\\|"))
-
-
 def command_line() -> str:
-    """Return docs/command-line.md: the help of each command at a width of 80 columns."""
-    parts = ["# Command line", "`python docs/make.py` writes this page from the `--help` of each command."]
-    names = re.findall(r"^  ([a-z]+) ", _help().split("Commands:")[1], re.MULTILINE)
-    for name in ["", *names]:
-        parts.append(f"## autosplit {name}".rstrip())
-        parts.append(f"```\n{_help(*name.split())}\n```")
+    """Return docs/command-line.md: the help of each command at a width of 80 columns. It describes each option once."""
+    whole = _help()
+    names = re.findall(r"^  ([a-z]+) ", whole.split("Commands:")[1], re.MULTILINE)
+    helps = {name: _help(name) for name in names}
+    common = set.intersection(*(set(_options(one)) for one in helps.values()))
+    shown = "\n".join(entry.rstrip("\n") for name, entry in _options(helps[names[0]]).items() if name in common)
+    parts = [
+        "# Command line",
+        """`python docs/make.py` writes this page from the `--help` of each command. If several commands have an option,
+only the first one shows it.""",
+        f"## autosplit\n\n```\n{whole}\n```",
+        f"Options of every command:\n\n```\n{shown}\n```",
+    ]
+    first_of: dict[tuple[str, str], str] = {}
+    for name, text in helps.items():
+        parts.append(f"## autosplit {name}\n\n```\n{_without_repeats(name, text, common, first_of)}\n```")
     return "\n\n".join(parts) + "\n"
+
+
+def _options(text: str) -> dict[str, str]:
+    """Return the entry of each option in a help."""
+    entries = re.findall(
+        r"^(  ((?:-|FILE|\[PLAN)[^\n]*?)(?:  +[^\n]*)?\n(?: {4,}\S[^\n]*\n)*)", text + "\n", re.MULTILINE
+    )
+    return {name: entry for entry, name in entries}
+
+
+def _without_repeats(command: str, text: str, common: set[str], first_of: dict[tuple[str, str], str]) -> str:
+    """Return a help without the options that the page has already. The last lines name the commands that have them."""
+    text += "\n"
+    repeated: dict[str, list[str]] = {}
+    for name, entry in _options(text).items():
+        first = first_of.setdefault((name, " ".join(entry.split())), command)
+        if name in common or first != command:
+            text = text.replace(entry, "", 1)
+        if name not in common and first != command:
+            repeated.setdefault(first, []).append(name.split()[0].rstrip(","))
+    text = re.sub(r"^[A-Z]\w+:\n(?=\n|\Z)", "", text, flags=re.MULTILINE)  # groups without an entry
+    also = [
+        textwrap.fill(f"As in {first}: {', '.join(names)}", 80, break_on_hyphens=False)
+        for first, names in repeated.items()
+    ]
+    return re.sub(r"\n{3,}", "\n\n", "\n\n".join([text.strip(), *also]))
 
 
 def _help(*command: str) -> str:
@@ -172,7 +207,7 @@ def main() -> None:
         text = shows.read_text(encoding="utf-8")
         if with_scripts(text) != text:
             shows.write_text(with_scripts(text), encoding="utf-8")
-    (FOLDER / "json.md").write_text(page(), encoding="utf-8")
+    (FOLDER / "json.md").write_text(page(example()), encoding="utf-8")
     (FOLDER / "command-line.md").write_text(command_line(), encoding="utf-8")
     (FOLDER / "json-schema.json").write_text(json.dumps(schema(), indent=2) + "\n", encoding="utf-8")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from autosplit.cli.main import main
 from autosplit.cli.parser import COMMANDS
 from autosplit.devices.inventory import DeviceReport
 from autosplit.extras import doctor
+from autosplit.plan.plan import Plan
 from autosplit.probe import find_ceiling, gradient_check
 from autosplit.probe.check_result import Check
 from autosplit.profiles.store import store
@@ -36,9 +38,36 @@ def made():
     return module
 
 
+def plan_of(page: str) -> dict:
+    """Return the plan that the page of the JSON shows."""
+    return json.loads(page.split("```json\n")[1].split("```", maxsplit=1)[0])
+
+
 def test_the_documents_are_those_that_the_code_makes(made):
-    assert (DOCS / "json.md").read_text() == made.page(), "run python docs/make.py"
+    page = (DOCS / "json.md").read_text(encoding="utf-8")
+    assert page == made.page(plan_of(page)), "run python docs/make.py"
+    assert len(page.split()) < 1000, "json-schema.json describes the keys"
     assert json.loads((DOCS / "json-schema.json").read_text()) == made.schema(), "run python docs/make.py"
+
+
+def test_the_plan_on_the_page_is_one_of_this_version(made):
+    page = (DOCS / "json.md").read_text(encoding="utf-8")
+    shown = plan_of(page)
+    assert json.loads(Plan.from_json(json.dumps(shown)).to_json()) == shown
+    read = msgspec.json.decode(json.dumps(shown), type=ANSWERS["tune"])
+    assert json.loads(msgspec.json.encode(read)) == shown
+    whole = made.schema()
+    validator = pytest.importorskip("jsonschema").Draft202012Validator
+    validator({"$defs": whole["$defs"], **whole["commands"]["tune"]}).validate(shown)
+
+
+@pytest.mark.slow
+def test_the_plan_on_the_page_is_what_its_command_prints(made):
+    """Simulated figures are the same on every machine, up to rounding."""
+    shown, printed = plan_of((DOCS / "json.md").read_text(encoding="utf-8")), made.example()
+    assert shown.keys() == printed.keys()
+    assert (shown["split"], shown["ceilings"]) == (printed["split"], printed["ceilings"])
+    assert printed["samples_per_s"] == pytest.approx(shown["samples_per_s"], rel=1e-6)
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
@@ -51,7 +80,13 @@ def test_a_page_shows_the_examples_as_they_stand(made, page):
 
 @pytest.mark.slow
 def test_the_page_of_the_commands_is_made_from_their_helps(made):
-    assert (DOCS / "command-line.md").read_text() == made.command_line(), "run python docs/make.py"
+    page = (DOCS / "command-line.md").read_text(encoding="utf-8")
+    assert page == made.command_line(), "run python docs/make.py"
+    general, *sections = page.split("\n## autosplit ")
+    for section in sections:
+        name = section.split("\n")[0]
+        flags = {flag for option in made._options(made._help(name)) for flag in re.findall(r"--[\w-]+", option)[:1]}
+        assert [flag for flag in flags if flag not in section + general] == [], f"options of {name} are missing"
 
 
 def test_every_key_says_what_it_is(made):
