@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
-from autosplit.probe.check_result import Check, changed, error_text
+from autosplit.probe.check_result import EXACT, Check, changed, error_text
 from autosplit.text import counted_text
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def dependence_line(checks: Sequence[Check]) -> str:
     causes = [check for check in found if check.subject != "gradient"]
     gradient = [check for check in found if check.subject == "gradient"]
     texts = [_most_text(alike) for alike in (causes, gradient) if alike]
-    is_corrected = bool(causes) and all(check.count and not check.split_error for check in causes)
+    is_corrected = bool(causes) and all(check.count and (check.split_error or 0.0) <= EXACT for check in causes)
     hint = "autosplit show --code prints a loop that avoids this" if is_corrected else "--details"
     return f"changed by splitting: {'; '.join(texts)} ({hint})"
 

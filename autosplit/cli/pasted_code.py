@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autosplit.cli.workload_arguments import flags_of
+from autosplit.plan.explanation import ASSUMED_LOSS
 from autosplit.plan.plan import Plan
-from autosplit.probe.check_result import is_count_expression
+from autosplit.plan.strategy import recommended_plan
+from autosplit.probe.check_result import EXACT, is_count_expression
 from autosplit.text import printable
 
 
@@ -29,6 +31,9 @@ class Origin:
 
 UNSAVED = Origin()
 
+_LOSS_IN_OUTPUTS = {"attribute": ".loss", "item": '["loss"]', "first": "[0]", "scalar": "", "mean": "", None: ".loss"}
+"""Python code of a plan's `loss_rule`. None: the plan is from an older version."""
+
 
 def paste_lines(plan: Plan, origin: Origin = UNSAVED) -> tuple[str, ...]:
     """Return the lines that use a plan: Python for real devices, a command for simulated devices.
@@ -36,7 +41,8 @@ def paste_lines(plan: Plan, origin: Origin = UNSAVED) -> tuple[str, ...]:
     The Python code expects `model`, `optimizer`, `loss_fn` and `loader`, the DataLoader of the user's script.
     """
     if plan.simulated:
-        return (origin.command or _command_again(plan),)
+        return (_command_of(plan, origin),)
+    plan = recommended_plan(plan)
     if plan.region is None and len(plan.ddp.ranks) > 1 and plan.split == tuple(r.batch_size for r in plan.ddp.ranks):
         return _ranks_lines(plan, origin)
     return (
@@ -92,12 +98,14 @@ def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
     kind, scaled = plan.devices[0].kind, plan.precision == "fp16"
     device = _device_of_batches(plan, of)
     batch, loss = _batch_and_loss(plan)
-    of_loss = [check for check in plan.checks if check.depends and check.subject == "loss"]
+    if any(note.kind == "not-checked" for note in plan.notes):
+        yield "# The gradient check was not run. If the loss is not a mean over samples, steps() needs count=. Run"
+        yield "# autosplit check FILE."
+    if wrong := [*_uncorrected(plan, of)]:
+        yield "# No loop is printed, because it would not train as one process does."
+        yield from (f"# {printable(one)}" for one in wrong)
+        return
     count = f", count=lambda batch: {_count_of(plan)}" if _count_of(plan) else ""
-    if any(check.count for check in of_loss) and not count:
-        yield "# The plan's count= is left out, because autosplit did not write it. Run autosplit check."
-    # `count` corrects only the accumulation. If the split is wrong, too, the advice also has its correction.
-    yield from (f"# {printable(one.advice)}" for one in of_loss if not one.count or one.split_error)
     if scaled:
         yield f'scaler = torch.amp.GradScaler("{kind}")'
     yield f"for step in {of}.steps(loader{count}{device and f', device={device}'}):"
@@ -114,9 +122,23 @@ def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
     yield "    optimizer.zero_grad()"
 
 
+def _uncorrected(plan: Plan, of: str) -> Iterator[str]:
+    """Yield why no loop would train exactly. `count=` corrects only the weights of micro-batches and ranks."""
+    if plan.loss_rule == "mean":
+        yield f"{ASSUMED_LOSS} Tune with loss_fn=."
+    if sum(map(bool, plan.split)) <= 1 and plan.accumulation_steps == 1:
+        return
+    for check in plan.checks:
+        if check.depends and check.subject == "loss":
+            if check.count and not is_count_expression(check.count):
+                yield "autosplit did not write the plan's count=. Run autosplit check."
+            elif not check.count or (of == "plan" and (check.split_error or 0.0) > EXACT):
+                yield check.advice
+
+
 def _count_of(plan: Plan) -> str:
     """Return a Python expression for the divisor of a batch's loss, or "" for the number of samples."""
-    counts = (one.count for one in plan.checks if one.depends and one.subject == "loss")
+    counts = (one.count for one in plan.checks if one.subject == "loss")
     return next((count for count in counts if count and is_count_expression(count)), "")
 
 
@@ -157,10 +179,16 @@ def _batch_and_loss(plan: Plan) -> tuple[str, str]:
     if loss_from == "compute_loss":
         batch, loss = name, f"compute_loss(model, {name})"
     elif loss_from == "output":
-        batch, loss = name, f"model({stars}{name}).loss"
+        batch, loss = name, f"model({stars}{name}){_LOSS_IN_OUTPUTS[plan.loss_rule]}"
     else:
         batch, loss = "inputs, targets", f"loss_fn(model({stars}{name}), targets)"
     return batch, f"{loss} / step.weight" if plan.loss_reduction == "sum" else loss
+
+
+def _command_of(plan: Plan, origin: Origin) -> str:
+    command = origin.command or _command_again(plan)
+    is_given = plan.request.get("strategy") not in (None, "auto")
+    return command if is_given or recommended_plan(plan) is plan else f"{command} --strategy ddp"
 
 
 def _command_again(plan: Plan) -> str:

@@ -13,7 +13,7 @@ candidate, and its output determines targets and loss.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +27,7 @@ from autosplit.errors import InputError, users_errors
 from autosplit.extras.written_workload import StartingWorkload
 from autosplit.files import READ_BY_ALL, replace_file
 from autosplit.workload.from_file import load_module, required_arguments, split_spec
+from autosplit.workload.model_call import needed_inputs
 
 BATCH_SIZE = 8
 """Number of samples in the file's sample batch."""
@@ -126,18 +127,51 @@ def _batch_of_loader(module: ModuleType, model: nn.Module) -> _Batch | None:
     if loader is None:
         return None
     batch = f"next(iter({loader}))"
+    with users_errors(loader):
+        first = next(iter(getattr(module, loader)))
+    needed = needed_inputs(model)
     for keyword, names in (("compute_loss", ("compute_loss",)), ("loss_fn", ("loss_fn", "criterion"))):
         for name in names:
             if callable(getattr(module, name, None)):
-                return _Batch(batch, None, _Loss(name, keyword), (loader, name))
-    with users_errors(loader):
-        first = next(iter(getattr(module, loader)))
-    if not isinstance(first, (tuple, list)) or len(first) != 2 or not isinstance(first[0], torch.Tensor):
+                call = _call_of(name, needed, first) if keyword == "loss_fn" else None
+                return _Batch(batch, None, call or _Loss(name, keyword), (loader, name))
+    is_pair = isinstance(first, (tuple, list)) and len(first) == 2 and isinstance(first[0], torch.Tensor)
+    if len(needed) > 1 or not is_pair:
         return _Batch(batch, None, None, (loader,))  # The model returns its loss.
     with torch.no_grad(), users_errors(type(model).__name__):
         output = model.eval()(first[0][:2])
     high = None if first[0].is_floating_point() else 1
     return _Batch(batch, None, _targets_and_loss(Sample(tuple(first[0].shape[1:]), high), output)[1], (loader,))
+
+
+def _call_of(loss_fn: str, needed: list[str], batch: Any) -> _Loss | None:
+    """Return a `compute_loss` for a batch that is not a pair of one input and its targets. Otherwise return None.
+
+    The targets are the part of the batch that the model does not need. If it needs all, they are the last input.
+    """
+    if isinstance(batch, Mapping) and {*needed} <= batch.keys():
+        others = [name for name in batch if name not in needed]
+        inputs, parts = [f"batch[{name!r}]" for name in needed], [f"batch[{name!r}]" for name in others]
+        lines = []
+    elif isinstance(batch, (tuple, list)) and 1 < len(needed) <= len(batch) <= len(needed) + 1:
+        inputs, parts = needed, ["targets"] * (len(batch) - len(needed))
+        lines = [f"    {', '.join([*inputs, *parts])} = batch"]
+    else:
+        return None
+    if len(parts) > 1:
+        return None
+    return _Loss(
+        "compute_loss",
+        "compute_loss",
+        (
+            "",
+            "",
+            "def compute_loss(model: nn.Module, batch: Any) -> torch.Tensor:",
+            '    """Return the mean loss of a batch. Check that the last argument is what the loss compares with."""',
+            *lines,
+            f"    return {loss_fn}(model({', '.join(inputs)}), {(parts or inputs)[-1]})",
+        ),
+    )
 
 
 def _guessed_batch(model: nn.Module, shape: tuple[int, ...] | None, place: str) -> _Batch:
@@ -244,7 +278,8 @@ def _targets_and_loss(inputs: Sample, output: Any) -> tuple[Sample | None, _Loss
 def _lines(source: str, name: str, batch: _Batch, added: tuple[str, ...]) -> list[str]:
     loss = batch.loss
     own = loss is not None and loss.name in batch.names
-    imports = ["import torch", *(["from torch import nn"] if loss is not None and not own else [])]
+    imports = ["from typing import Any", ""] if loss is not None and loss.name == "compute_loss" and not own else []
+    imports += ["import torch", *(["from torch import nn"] if loss is not None and not own else [])]
     sample = batch.inputs
     lines = []
     if not batch.names:

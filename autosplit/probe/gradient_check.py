@@ -39,8 +39,11 @@ MADE_SAMPLES = 8
 PASS_S = 0.5
 """Time limit in seconds for one forward and backward during a tuning. A check has about three to ten of them."""
 
-FIRST_S = 1.0
-"""Time limit in seconds for a forward with the smallest number of samples. It includes the warm-up of the process."""
+COLD_S = 5.0
+"""Time limit in seconds for the first forward with the smallest number of samples, which also warms up the process."""
+
+WARM_S = 1.0
+"""Time limit in seconds for the second forward with the smallest number of samples, if the first one was slow."""
 
 KEPT_GRADIENTS = 6
 """Number of gradient-sized tensors in memory at a time: the copy, its gradient, and the gradients to compare."""
@@ -120,7 +123,7 @@ def checks_for(
             part = chunk(batch, (size, total - size), built.batch_dim, total)[0] if size < total else batch
             return tuple(map(_without_rounding, Comparison(built, part, remark).checks())), ()
         except TooDearError as error:
-            why = str(error) or f"a forward of {LEAST_SAMPLES} samples on the CPU took over {FIRST_S:g} s"
+            why = str(error) or f"a forward of {LEAST_SAMPLES} samples on the CPU took over {WARM_S:g} s"
         except Exception as error:  # noqa: BLE001  # the tuning reports errors of the workload
             if getattr(error, "code", None) == NOT_FINITE:
                 return (), (Note(NOT_FINITE, NOT_FINITE_TEXT),)
@@ -194,8 +197,9 @@ def _affordable_samples(workload: Workload, batch: Any) -> int:
     few = min(total, LEAST_SAMPLES)
     part = chunk(batch, (few, total - few), workload.batch_dim, total)[0] if few < total else batch
     with ExitStack() as closing:
-        begun = begin(workload, part, closing, limit_s=FIRST_S)
-        copy = begun.copy
+        copy = begin(workload, part, closing, limit_s=COLD_S).copy
+        if copy.seconds * total > PASS_S * few:  # a busy machine, or a cold start
+            copy.whole(limit_s=WARM_S)
     room_bytes = available_host_bytes() / 4
     by_time, by_memory = PASS_S / max(copy.seconds, 1e-9), room_bytes / max(copy.saved_bytes, 1)
     affordable = int(few * min(by_time, by_memory))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from autosplit.parallel.side_outputs import ADVICE as SIDE_ADVICE
 from autosplit.parallel.side_outputs import kept_tensors
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDearError, relative
-from autosplit.probe.loss_rule import Rule, mixed, reduction_of, rule_of
+from autosplit.probe.loss_rule import Rule, mixed, reduction_of, rule_of, unseen_rule
 from autosplit.probe.module_hooks import NormSeen, freeze, watching_draws, watching_norms
 from autosplit.runtime.live_tensors import kept_values
 from autosplit.torch_versions import BATCH_NORMS, NORMS
@@ -142,13 +142,20 @@ class Comparison:
         is_random = differences.over(self.tolerance) and self._widens_tolerance(begun.whole, differences)
         gradients = self._gradients(differences, is_random=is_random)
         if is_random or not differences.over(self.tolerance):
-            return (*gradients, *norms)
+            return (*gradients, *norms, *self._unseen(differences))
         rest, whole = differences, begun.whole
         if begun.norms:
             freeze(begun.norms)
             whole = self.copy.whole()
             rest = self._differences(whole)
         return (*gradients, *norms, *([self._cause(whole, rest)] if rest.over(self.tolerance) else []))
+
+    def _unseen(self, differences: _Differences) -> Iterator[Check]:
+        """Yield the check of a loss whose divisor is equal in the two micro-batches of this sample batch."""
+        rule = unseen_rule(self.copy) if self._accumulates else None
+        if rule is not None:
+            figures = max(differences.split.values()), differences.accumulation
+            yield Check("loss", *figures, depends=False, advice=_accumulation_advice(rule), count=rule.count)
 
     def _loss_state(self, whole: Gradients, differences: _Differences) -> Check | None:
         """Return the check of a loss whose own tensors and gradient change from run to run, or None."""

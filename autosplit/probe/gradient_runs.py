@@ -93,6 +93,7 @@ class QuietCopy:
     Attributes:
         saved_bytes: Bytes that autograd saved for the backward in the last run of the whole batch.
         state: The buffers that the last run changed: new values by path.
+        label_means: The cross entropies in the loss of the whole batch, with the counts that each may be averaged over.
     """
 
     def __init__(self, workload: Workload, batch: Any, dtype: torch.dtype, shares: tuple[int, int]) -> None:
@@ -107,6 +108,7 @@ class QuietCopy:
         self.dtype, self.shares = dtype, shares
         self.saved_bytes, self.seconds = 0, 0.0
         self.state: dict[str, Tensor] = {}
+        self.label_means: list[LabelMean] = []
         self.trainee = training_copy(quiet, device=torch.device("cpu"))
         try:
             for module in self.trainee.models.modules:
@@ -191,19 +193,14 @@ class QuietCopy:
         """The micro-batches."""
         return chunk(self.batch, self.micro_sizes, self.workload.batch_dim, sum(self.shares))
 
-    def label_means(self) -> list[LabelMean]:
-        """Return the cross entropies in the loss of the whole batch, with the counts that each may be averaged over."""
-        if self.workload.step is not None:
-            return []
-        with self._alike():
-            return [*label_means(training_loss(self.workload, self.trainee.models.given, self.batch), self.batch)]
-
     def _run(self, models: Models, batch: Any, *, scale: float = 1.0) -> Gradients:
         workload, self._seen = self.workload, {}
         for parameter in self._parameters:
             parameter.grad = None
         if workload.step is None:
             loss = training_loss(workload, models.given, batch)
+            if models is self.trainee.models and batch is self.batch:
+                self.label_means = [*label_means(loss, batch)]
             self.trainee.outside.refuse(loss, workload, self.trainee.models.modules, batch)
             (loss * scale).backward()
         else:

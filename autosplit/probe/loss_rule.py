@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from autosplit.parallel.loss_graph import LabelMean
 from autosplit.parallel.loss_weights import IGNORED_LABEL, is_integer
 from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, relative
 from autosplit.workload.tree import named_leaves
@@ -113,14 +114,8 @@ def _countable(copy: QuietCopy) -> Iterator[tuple[str, str, tuple[float, float]]
     """
     first, second = copy.micro_batches
     leaves = [*named_leaves(first, "batch")]
-    weights = (
-        "loss_fn.weight" if isinstance(getattr(copy.workload.loss_fn, "weight", None), Tensor) else "class_weights"
-    )
-    for mean in copy.label_means():
-        labels = f"{leaves[mean.position][0]}{'[:, 1:]' * mean.is_shifted}"
-        kept = f"{labels} != {mean.ignored}"
-        expression = f"int(({kept}).sum())" if mean.weights is None else f"float({weights}[{labels}[{kept}]].sum())"
-        yield str(mean), expression, (mean(first), mean(second))
+    for mean in copy.label_means:
+        yield str(mean), _expression(copy, mean), (mean(first), mean(second))
     for (place, one), (_, other) in reversed([*zip(leaves, named_leaves(second, "batch"), strict=True)]):
         if not isinstance(one, Tensor) or one.dim() == 0 or one.is_complex():
             continue
@@ -133,6 +128,30 @@ def _countable(copy: QuietCopy) -> Iterator[tuple[str, str, tuple[float, float]]
             is_mask = all(count.is_integer() for count in sums)
             over = f"what {place} marks" if is_mask else f"the weights in {place}"
             yield over, f"{'int' if is_mask else 'float'}({place}.sum())", sums
+
+
+def _expression(copy: QuietCopy, mean: LabelMean) -> str:
+    place, _ = [*named_leaves(copy.batch, "batch")][mean.position]
+    labels = f"{place}{'[:, 1:]' * mean.is_shifted}"
+    kept = f"{labels} != {mean.ignored}"
+    if mean.weights is None:
+        return f"int(({kept}).sum())"
+    is_given = isinstance(getattr(copy.workload.loss_fn, "weight", None), Tensor)
+    return f"float({'loss_fn.weight' if is_given else 'class_weights'}[{labels}[{kept}]].sum())"
+
+
+def unseen_rule(copy: QuietCopy) -> Rule | None:
+    """Return the unit of a cross entropy with class weights or with its own `ignore_index`. None for other losses.
+
+    The micro-batches of the sample batch may have equal counts by chance. Other batches have other labels.
+    """
+    if copy.workload.loss_reduction != "mean":
+        return None
+    special = [mean for mean in copy.label_means if mean.is_special]
+    if not special:
+        return None
+    mean = max(special, key=lambda mean: (mean.position, not mean.is_shifted))  # labels follow inputs
+    return Rule(str(mean), count=_expression(copy, mean))
 
 
 def _sums(first: Tensor, second: Tensor) -> tuple[float, float]:

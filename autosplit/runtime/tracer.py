@@ -7,6 +7,7 @@ allows it, the tensors are fake. Fake tensors have no values and no memory, and 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,7 @@ from autosplit.runtime.trainee import CPU, Trainee
 from autosplit.solve.memory import MemoryParts
 from autosplit.text import size_text
 from autosplit.torch_versions import NORMS, cublas_workspace_bytes
-from autosplit.workload.model_call import assumptions, takes_loss_itself
+from autosplit.workload.model_call import LossRule, assumptions, loss_rule, takes_loss_itself
 from autosplit.workload.workload import Workload, modules_of, sample_text
 
 _log = logging.getLogger(__name__)
@@ -324,9 +325,13 @@ class Tracer:
 
     def assumptions(self) -> tuple[Note, ...]:
         """Return the assumptions of the workload and its traces, one note each."""
-        replaced = self.data_dependent.notes()
+        return (*assumptions(self.workload, self.loss_rule), *self.data_dependent.notes())
+
+    @functools.cached_property
+    def loss_rule(self) -> LossRule | None:
+        """Where the loss is in the model's outputs. None if the workload has a function for the loss."""
         if not takes_loss_itself(self.workload) or not self.runs:
-            return (*assumptions(self.workload), *replaced)
+            return None
         with (
             kept_rng(),
             self.trainee.fake_mode or nullcontext(),
@@ -334,7 +339,7 @@ class Tracer:
             Tracker(["device 0"], [None], data_dependent=self.data_dependent),
             self.data_dependent.step((self.workload.sample_batch_size,), evaluates=True),
         ):
-            return (*assumptions(self.workload, self.trainee.outputs()), *replaced)
+            return loss_rule(self.trainee.outputs())
 
 
 def _trace_of(

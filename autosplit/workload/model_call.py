@@ -37,15 +37,34 @@ def call_model(model: Any, inputs: Any) -> Any:
     return model(inputs)
 
 
-def loss_rule(outputs: Any) -> str:
-    """Return the rule for the loss of outputs: their field ``"loss"``, a ``"scalar"`` output, or the ``"mean"``."""
-    if isinstance(_own_loss(outputs), Tensor):
-        return "loss"
+def needed_inputs(model: Any) -> list[str]:
+    """Return the names of the arguments that the model's forward needs."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    module = model.module if isinstance(model, nn.DataParallel) else model
+    parameters = inspect.signature(module.forward).parameters.values() if isinstance(module, nn.Module) else ()
+    return [one.name for one in parameters if one.kind in kinds and one.default is inspect.Parameter.empty]
+
+
+LossRule = Literal["attribute", "item", "first", "scalar", "mean"]
+"""Where the loss is in a model's outputs: ``outputs.loss``, ``outputs["loss"]``, ``outputs[0]``, or the output itself.
+
+``"mean"``: the outputs have no loss, and the mean of the outputs is used.
+"""
+
+
+def loss_rule(outputs: Any) -> LossRule:
+    """Return where the loss is in a model's outputs."""
+    if isinstance(getattr(outputs, "loss", None), Tensor):
+        return "attribute"
+    if isinstance(outputs, (Mapping, UserDict)) and isinstance(outputs.get("loss"), Tensor):
+        return "item"
+    if isinstance(outputs, (tuple, list)) and outputs and _is_loss(outputs[0]):
+        return "first"
     return "scalar" if isinstance(outputs, Tensor) and outputs.dim() == 0 else "mean"
 
 
-def _own_loss(outputs: Any) -> Any:
-    return outputs.get("loss") if isinstance(outputs, (Mapping, UserDict)) else getattr(outputs, "loss", None)
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 def loss_of(outputs: Any) -> Tensor:
@@ -54,10 +73,15 @@ def loss_of(outputs: Any) -> Tensor:
     Raises:
         WorkloadError: The outputs have no loss and no floating-point tensor with a gradient.
     """
+    found: dict[LossRule, Callable[[], Tensor]] = {
+        "attribute": lambda: outputs.loss,
+        "item": lambda: outputs["loss"],
+        "first": lambda: outputs[0],
+        "scalar": lambda: outputs,
+    }
     rule = loss_rule(outputs)
-    if rule != "mean":
-        loss: Tensor = _own_loss(outputs) if rule == "loss" else outputs
-        return loss
+    if rule in found:
+        return found[rule]()
     floating = [tensor for tensor in tensors_of(outputs) if tensor.is_floating_point() and tensor.requires_grad]
     if not floating:
         raise WorkloadError(
@@ -101,6 +125,14 @@ def training_loss(workload: Workload, model: Any, batch: Any) -> Tensor:
         with doubting(leaves, workload.sample_batch_size, workload.batch_dim):
             loss = _loss(workload, model, batch)
     except (TypeError, RuntimeError, LookupError) as error:
+        parameter, first = Models.of(model).first_parameter, next(tensors_of(batch), None)
+        if parameter is not None and first is not None and parameter.device.type != first.device.type:
+            device = parameter.device
+            advise(
+                error,
+                f"the batch is on {first.device}, but the model is on {device}. Pass "
+                f"autosplit.to_device(batch, {str(device)!r})",
+            )
         if is_list_of_samples(workload.sample_batch) and not isinstance(error, torch.OutOfMemoryError):
             advise(error, f"if the sample batch is a list of samples, pass {COLLATED}")
         raise
@@ -142,19 +174,38 @@ def _loss(workload: Workload, model: Any, batch: Any) -> Any:
     try:
         outputs = call_model(model, inputs)
     except TypeError as error:
-        if called_with(workload) == "keywords" and "argument" in str(error):
-            advise(
-                error,
-                "a mapping is passed as keywords. If the model takes it as one argument, pass "
-                "compute_loss=lambda model, batch: loss_fn(model(batch[0]), batch[1])",
-            )
+        _advise_on_inputs(error, workload, model, inputs)
         raise
     try:
         return workload.loss_fn(outputs, on_device_of(outputs, targets))
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         if "positional argument" in str(error):
             advise(error, "loss_fn is called as loss_fn(outputs, targets), once for each forward")
+        elif not isinstance(outputs, Tensor):
+            advise(
+                error,
+                f"loss_fn gets the whole {type(outputs).__name__} that the model returns. Pass "
+                "compute_loss=(model, batch) -> loss, which takes the part that the loss needs",
+            )
         raise
+
+
+def _advise_on_inputs(error: TypeError, workload: Workload, model: Any, inputs: Any) -> None:
+    """Attach advice to the error of a model that got other inputs than its forward needs."""
+    needed = needed_inputs(model)
+    if isinstance(inputs, Tensor) and len(needed) > 1:
+        names = ", ".join(needed)
+        advise(
+            error,
+            f"forward() needs {names}, but the batch has one input before the targets. Pass a batch "
+            f"(({names}), targets), or compute_loss=(model, batch) -> loss, which calls the model itself",
+        )
+    if called_with(workload) == "keywords" and "argument" in str(error):
+        advise(
+            error,
+            "a mapping is passed as keywords. If the model takes it as one argument, pass "
+            "compute_loss=lambda model, batch: loss_fn(model(batch[0]), batch[1])",
+        )
 
 
 def _computed_loss(workload: Workload, compute_loss: Callable[..., Any], model: Any, batch: Any) -> Any:
@@ -197,10 +248,10 @@ def takes_loss_itself(workload: Workload) -> bool:
     return workload.loss_fn is None and workload.compute_loss is None and workload.step is None
 
 
-def assumptions(workload: Workload, outputs: Any = None) -> tuple[Note, ...]:
-    """Return a note for each argument that is missing and was assumed."""
+def assumptions(workload: Workload, rule: LossRule | None = None) -> tuple[Note, ...]:
+    """Return a note for each argument that is missing and was assumed. `rule`: where the loss is in the outputs."""
     notes = [Note("assumed", text) for text in workload.assumed]
-    if takes_loss_itself(workload) and loss_rule(outputs) == "mean":
+    if rule == "mean":
         text = "No loss is given: the mean of the model's floating-point outputs is used. Pass loss_fn=."
         notes.append(Note("loss-assumed", text))
     if workload.optimizer is None and workload.step is None:

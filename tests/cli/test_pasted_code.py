@@ -29,6 +29,7 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.torchrun import PLAN_VARIABLE
 from autosplit.probe.check_result import Check, is_count_expression
 from autosplit.solve.padded_length import LengthPlan, LengthPoint
+from autosplit.tuning.tune import AssumedLossWarning
 from autosplit.workload.batch import chunk
 from autosplit.workload.model_call import training_loss
 from autosplit.workload.tree import map_tensors
@@ -326,11 +327,15 @@ def test_the_lines_to_paste_of_a_step_of_ones_own_call_it(tmp_path):
     assert ranks[-4].endswith("multiply each mean loss by ctx.batch_size * ctx.world_size / 8")
 
 
-def test_the_lines_to_paste_have_a_loss_where_none_was_given():
-    """They took a loss from outputs that have none."""
+def test_without_a_loss_no_loop_is_printed():
+    """The lines took a loss from outputs that have none, or pairs from a loader of single tensors."""
     options = {"effective_batch_size": 8, "n_trials": 1, "profile": "off"}
-    plan = autosplit.tune(nn.Linear(4, 1), torch.randn(8, 4), devices="cpu:1MiB", **options)
-    assert any("loss_fn(model(inputs), targets)" in line for line in paste_lines(plan))
+    with pytest.warns(AssumedLossWarning, match="Pass loss_fn="):
+        plan = autosplit.tune(nn.Linear(4, 1), torch.randn(8, 4), devices="cpu:1MiB", **options)
+    assert paste_lines(plan)[-2:] == (
+        "# No loop is printed, because it would not train as one process does.",
+        "# No loss was given, so the plan is for the mean of the model's outputs. Tune with loss_fn=.",
+    )
 
 
 COUNTS = [
@@ -368,9 +373,9 @@ def test_code_that_autosplit_did_not_write_is_not_shown(count):
     """A plan's file may come from an untrusted author, and users paste these lines."""
     assert not is_count_expression(count)
     lines = paste_lines(made_plan(checks=(Check("loss", 0.0, 0.4, depends=True, advice="", count=count),)))
-    assert "for step in plan.steps(loader):" in lines
+    assert not any(line.startswith("for step") for line in lines)
     assert not count or count not in "\n".join(lines)
-    assert any("autosplit did not write it" in line for line in lines) == bool(count)
+    assert any("autosplit did not write the plan's count=" in line for line in lines) == bool(count)
 
 
 class WithLoss(nn.Module):
@@ -382,10 +387,19 @@ class WithLoss(nn.Module):
         return Output(nn.functional.cross_entropy(self.model(ids), labels))
 
 
-def test_what_the_check_could_not_mend_stands_above_the_loop():
+def test_a_loop_that_would_train_wrongly_is_not_printed():
+    """The comment named the cure for a sum, but the loop under it trained wrongly."""
     check = Check("loss", 0.4, 0.4, depends=True, advice="it is a sum: pass loss_reduction='sum'")
     lines = paste_lines(made_plan(checks=(check,)))
-    assert lines[lines.index("for step in plan.steps(loader):") - 1] == f"# {check.advice}"
+    assert lines[-2:] == ("# No loop is printed, because it would not train as one process does.", f"# {check.advice}")
+    whole = replace(made_plan((128,)), checks=(check,), accumulation_steps=1, effective_batch_size=128)
+    assert any(line.startswith("for step") for line in paste_lines(whole)), "nothing is split"
+
+
+def test_advice_that_the_loop_follows_is_not_printed():
+    """ "It is a mean over the labels. Accumulate with count=" stood above a loop with this count=."""
+    check = Check("loss", 2e-16, 0.4, depends=True, advice="Accumulate with count=", count=COUNTS[0])
+    assert not any(check.advice in line for line in paste_lines(made_plan(checks=(check,))))
 
 
 def test_the_lines_of_ranks_have_the_plans_precision():

@@ -114,6 +114,50 @@ def test_the_batch_is_that_of_the_files_loader(written, code, loss):
     assert training_loss(workload, workload.model, workload.sample_batch).isfinite()
 
 
+TWO = """class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(9, 4)
+        self.head = nn.Linear(4, 9)
+
+    def forward(self, source, target, scale=1.0):
+        return self.head(self.words(target) + self.words(source).mean(1, keepdim=True)) * scale
+
+
+def loss_fn(logits, labels):
+    return nn.functional.cross_entropy(logits.transpose(1, 2), labels)
+
+
+def words():
+    return torch.randint(9, (5,))
+
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("sample", "call"),
+    [
+        ("(words(), words())", "loss_fn(model(source, target), target)"),
+        ("(words(), words(), words())", "loss_fn(model(source, target), targets)"),
+        ("{'source': words(), 'target': words()}", "loss_fn(model(batch['source'], batch['target']), batch['target'])"),
+        (
+            "{'source': words(), 'target': words(), 'labels': words()}",
+            "loss_fn(model(batch['source'], batch['target']), batch['labels'])",
+        ),
+    ],
+)
+def test_a_model_of_two_inputs_gets_a_function_that_calls_it(written, sample, call):
+    """The written workload passed only one input, and failed at once."""
+    found = written(HEAD + TWO + f"loader = torch.utils.data.DataLoader([{sample} for _ in range(9)], batch_size=4)\n")
+    text = Path(found.path).read_text()
+    assert f"    return {call}\n" in text
+    assert "Check that the last argument is what the loss compares with." in text
+    workload = load_workload(found.path)()
+    assert workload.sample_batch_size == 4
+    assert training_loss(workload, workload.model, workload.sample_batch).isfinite()
+
+
 def test_the_shape_of_a_sample_can_be_given(written):
     assert written(HEAD + CNN, shape=(3, 40, 50)).inputs == "torch.randn(8, 3, 40, 50)"
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from autosplit import BalancedDataParallel, Whole, Workload
 from autosplit.errors import WorkloadError
-from autosplit.workload.model_call import assumptions, training_loss
+from autosplit.workload.model_call import assumptions, loss_rule, training_loss
 
 
 class Recorder(nn.Module):
@@ -125,6 +125,29 @@ class TestLossRules:
         assert self.loss_of(lambda x: {"logits": x, "loss": x.sum()}) == 28
         assert self.loss_of(lambda x: collections.UserDict(logits=x, loss=x.sum())) == 28
 
+    def test_the_first_of_a_tuple_if_it_is_a_scalar(self):
+        """Without labels= as a keyword, models of transformers return (loss, logits). The mean of both was used."""
+        assert self.loss_of(lambda x: (x.sum(), x)) == 28
+
+    @pytest.mark.parametrize(
+        ("outputs", "rule"),
+        [
+            (Output(X, X.sum()), "attribute"),
+            ({"logits": X, "loss": X.sum()}, "item"),
+            (collections.UserDict(loss=X.sum()), "item"),
+            ((X.sum(), X), "first"),
+            ([X.sum()], "first"),
+            (X.sum(), "scalar"),
+            (X, "mean"),
+            ((X, X.sum()), "mean"),
+            ((torch.tensor(3), X), "mean"),
+            ({"logits": X}, "mean"),
+            (None, "mean"),
+        ],
+    )
+    def test_where_the_loss_is(self, outputs, rule):
+        assert loss_rule(outputs) == rule
+
     def test_a_scalar(self):
         assert self.loss_of(lambda x: x.max()) == 7
 
@@ -142,13 +165,13 @@ class TestLossRules:
     def test_the_mean_is_said_and_nothing_else_is(self):
         model = nn.Linear(2, 2)
         plain = Workload(model, X, optimizer=torch.optim.SGD)
-        (said,) = assumptions(plain, model(X))
+        (said,) = assumptions(plain, loss_rule(model(X)))
         assert (said.kind, "Pass loss_fn=" in said.text) == ("loss-assumed", True)
-        assert assumptions(plain, Output(X, model(X).sum())) == ()
-        assert assumptions(Workload(model, (X, Y), loss_fn=F.cross_entropy, optimizer=torch.optim.SGD), model(X)) == ()
+        assert assumptions(plain, loss_rule(Output(X, model(X).sum()))) == ()
+        assert assumptions(Workload(model, (X, Y), loss_fn=F.cross_entropy, optimizer=torch.optim.SGD)) == ()
 
     def test_the_optimizer_is_said(self):
-        (said,) = assumptions(Workload(nn.Linear(2, 2), X), Output(X, X.sum()))
+        (said,) = assumptions(Workload(nn.Linear(2, 2), X), "attribute")
         assert (said.kind, "AdamW" in said.text) == ("optimizer-assumed", True)
         assert assumptions(Workload([nn.Linear(2, 2)], X, step=lambda *args: None)) == ()
 
@@ -202,3 +225,41 @@ def test_a_model_that_takes_a_mapping_as_one_argument_is_told_how_to_pass_it():
     with pytest.raises(TypeError, match="unexpected keyword") as caught:
         training_loss(workload, workload.model, workload.sample_batch)
     assert "compute_loss=lambda model, batch" in caught.value.autosplit_advice
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, source, target, scale=1.0):
+        return self.layer(source + target) * scale
+
+
+def test_a_model_of_two_inputs_is_told_both_ways_to_pass_them():
+    """The error named only the missing argument."""
+    for model in (Two(), BalancedDataParallel(None, Two(), ["cpu", "cpu"], split=(2, 2))):
+        workload = Workload(Two(), (torch.randn(4, 2), torch.zeros(4, 2)), loss_fn=nn.MSELoss())
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'target'") as caught:
+            training_loss(workload, model, workload.sample_batch)
+        said = "forward() needs source, target, but the batch has one input before the targets. Pass a batch "
+        assert said + "((source, target), targets), or compute_loss=" in caught.value.autosplit_advice
+
+
+def test_a_batch_on_another_device_names_both_devices():
+    workload = Workload(nn.Linear(2, 2), torch.randn(4, 2))
+    with pytest.raises(RuntimeError) as caught:
+        training_loss(workload, workload.model, torch.randn(4, 2, device="meta"))
+    said = "the batch is on meta, but the model is on cpu. Pass autosplit.to_device(batch, 'cpu')"
+    assert caught.value.autosplit_advice == said
+
+
+def test_a_loss_function_that_gets_a_dict_names_compute_loss():
+    class Named(nn.Linear):
+        def forward(self, x):
+            return {"logits": super().forward(x)}
+
+    workload = Workload(Named(2, 2), (torch.randn(4, 2), torch.zeros(4, 2)), loss_fn=nn.MSELoss())
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        training_loss(workload, workload.model, workload.sample_batch)
+    assert "loss_fn gets the whole dict that the model returns. Pass compute_loss=" in caught.value.autosplit_advice
