@@ -18,11 +18,11 @@ from autosplit.ddp.agreement import Settings, require_equal_settings, settings_o
 from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised
 from autosplit.ddp.checkpoint import CheckpointMethods
 from autosplit.ddp.equal_gradients import EqualGradients
-from autosplit.ddp.find_plan import hint_for_size
+from autosplit.ddp.find_plan import check_model
 from autosplit.ddp.fsdp import Layers, begin_step, refuse_options, shard
 from autosplit.ddp.gradient_average import refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
-from autosplit.ddp.loader_steps import draws_everything, foreign_steps, refuse_hook, sums_over_ranks, totals_over_ranks
+from autosplit.ddp.loader_steps import foreign_steps, refuse_hook, refuse_unplanned, sums_over_ranks, totals_over_ranks
 from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.progress import Progress
 from autosplit.ddp.rank_gather import Gathered, gather_rows
@@ -42,7 +42,7 @@ from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combi
 from autosplit.parallel.rebuilt_loader import loader_around
 from autosplit.parallel.step_listener import NoiseEstimate, StepListener, checked_estimate
 from autosplit.parallel.token_sampler import TokenBatchSampler
-from autosplit.plan.other_model import refuse_wrapped, warn_of_other_model
+from autosplit.plan.other_model import refuse_wrapped
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings, add_note_to_file, loader_keywords, required_lengths
 from autosplit.solve.split import accumulation_steps
@@ -68,8 +68,10 @@ class Context(CheckpointMethods):
             match its accumulation steps, this is `batch_size` times the accumulation steps.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device, progress: Progress | None = None) -> None:
-        self.rank = rank
+    def __init__(
+        self, plan: Plan, rank: int, device: torch.device, progress: Progress | None = None, *, is_named: bool = True
+    ) -> None:
+        self.rank, self._is_named = rank, is_named
         self.world_size = len(plan.ddp.ranks)
         self.device = device
         self._progress = progress or Progress(rank, self.world_size, math.inf)
@@ -106,12 +108,12 @@ class Context(CheckpointMethods):
             InputError: `model` is not a module, or is already wrapped. `kwargs` has an option that this version of
                 DistributedDataParallel lacks. `sync_batchnorm` is True on a CPU. Rank 0 has no samples, but its running
                 statistics would be used. Moving the model replaced parameters that an optimizer has.
-                The plan is for a sharded model (`autosplit.tune_sharded`).
+                The plan is for a sharded model (`autosplit.tune_sharded`), or is the newest and for another model.
             PlanError: The model lacks a layer that the plan checkpoints.
 
         Warns:
             BatchNormWarning: Only rank 0's running statistics are used, and another rank has more samples.
-            OtherModelWarning: The plan was made for a model of a different size.
+            OtherModelWarning: The named plan was made for a model of a different size.
         """
         refuse_options(kwargs, DistributedDataParallel, ("module",))
         refuse_wrapped(model)
@@ -121,8 +123,7 @@ class Context(CheckpointMethods):
                 "each rank. Call ctx.shard, or pass setup the plan that tune returned.",
                 code="plan-is-for-sharded-model",
             )
-        if self.rank == 0:
-            warn_of_other_model(self.plan, model, hint=self._other_plan)
+        check_model(self.plan, model, is_named=self._is_named, rank=self.rank)
         if sync_batchnorm:
             if not is_accelerator(self.device.type):
                 raise InputError(
@@ -175,10 +176,9 @@ class Context(CheckpointMethods):
 
         Warns:
             BatchNormWarning: Checkpoints have rank 0's running statistics, and another rank has more samples.
-            OtherModelWarning: The plan was made for a model of a different size.
+            OtherModelWarning: The named plan was made for a model of a different size.
         """
-        if self.rank == 0:
-            warn_of_other_model(self.plan, model, hint=self._other_plan)
+        check_model(self.plan, model, is_named=self._is_named, rank=self.rank)
         sizes = self._slice.batch_sizes
         doubt_batchnorms(model, self.rank, sizes, "in checkpoints are", "Convert them with nn.SyncBatchNorm (GPUs)")
         checkpoint_layers(model, self.plan.checkpointed)
@@ -365,12 +365,7 @@ class Context(CheckpointMethods):
         return Steps(made, sampler)
 
     def _foreign_steps(self, loader: Any, *, count: Count | None, spans_ranks: bool) -> Iterator[OptimizerStep]:
-        if self.world_size > 1 and draws_everything(loader):
-            raise InputError(
-                f"The loader draws the whole data set on each of {self.world_size} ranks. Expected rank {self.rank}'s "
-                "part. Pass a loader with batch_sampler=ctx.batch_sampler(len(dataset)), without a wrapper around it.",
-                code="loader-not-cut-by-rank",
-            )
+        refuse_unplanned(loader, self.rank, self._slice.batch_sizes)
         accumulation_steps, has_share = self.settings.accumulation_steps, self.settings.batch_size > 0
         options: Any = {"device": self.device, "count": count, "has_share": has_share, "spans_ranks": spans_ranks}
         made = foreign_steps(loader, accumulation_steps, **options)
@@ -380,9 +375,6 @@ class Context(CheckpointMethods):
         if sampler.rank_slice != self._slice:
             sampler.follow(self._slice)
         return steps(loader, batch_size=self.batch_size, effective_batch_size=self.effective_batch_size, **given)
-
-    def _other_plan(self, parameters: int) -> str:
-        return hint_for_size(parameters, self.world_size)
 
     def _refuse_unsuited_models(self, *, cuts: bool, noise_scale: bool) -> None:
         if cuts and self._models.sharded:

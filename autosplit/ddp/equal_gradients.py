@@ -144,7 +144,7 @@ class EqualGradients(StepListener):
             found = (node.variable for node in nodes if isinstance(node.variable, nn.Parameter))
             self._parameters |= dict.fromkeys(found)
 
-    def finish(self, num_samples: float) -> None:  # noqa: ARG002
+    def finish(self, count: float) -> None:  # noqa: ARG002
         """Compare the gradients after the last backward."""
         if self._is_first:
             self._is_first = False

@@ -8,10 +8,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from autosplit.errors import PlanError
+from autosplit.errors import InputError, PlanError
+from autosplit.plan.other_model import difference, parameters_in, warn_of_other_model
 from autosplit.plan.plan import Plan
-from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_unfit
+from autosplit.plan.torchrun import NEWEST_VARIABLE, PLAN_VARIABLE, refuse_unfit
 from autosplit.profiles.store import KEY_DIGITS
 from autosplit.profiles.validity import usable_here
 from autosplit.text import printable
@@ -82,8 +84,33 @@ def _usable_by(world_size: int | None) -> Iterator[tuple[Plan, Path]]:
     return (found for found in ranked if world_size in (None, len(found[0].ddp.ranks)))
 
 
-def hint_for_size(parameters: int, world_size: int) -> str:
-    """Return a sentence with the newest saved plan for a model of this size, or an empty string."""
+def names_plan(profile: Plan | str | os.PathLike[str] | None) -> bool:
+    """Return whether the user named the plan of this job, in the script or with `autosplit launch --plan`."""
+    return profile is not None or (bool(os.environ.get(PLAN_VARIABLE)) and not os.environ.get(NEWEST_VARIABLE))
+
+
+def is_newest(plan: Plan) -> bool:
+    """Return whether `autosplit launch` chose this plan because it is the newest."""
+    return bool(os.environ.get(NEWEST_VARIABLE)) and str(plan.path) == os.environ.get(PLAN_VARIABLE)
+
+
+def check_model(plan: Plan, model: Any, *, is_named: bool, rank: int) -> None:
+    """Raise InputError if the newest plan is for another model than this one. Warn on rank 0 if the user named it."""
+    found = difference(plan, model)
+    if not found or (is_named and rank):
+        return
+    hint = _hint_for_size(parameters_in(model), len(plan.ddp.ranks))
+    if is_named:
+        warn_of_other_model(plan, model, hint=hint)
+        return
+    raise InputError(
+        f"You named no plan, and the newest one is for another model: {found} "
+        f"{hint or 'Make a plan for this model with autosplit tune FILE, or name the plan to use with --plan KEY.'}",
+        code="newest-plan-of-other-model",
+    )
+
+
+def _hint_for_size(parameters: int | None, world_size: int) -> str:
     for plan, path in _usable_by(world_size):
         if plan.workload.get("parameters") == parameters:
             key = path.stem[:KEY_DIGITS]

@@ -12,15 +12,23 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from autosplit.ddp.device import exchange_device, gathered
 from autosplit.errors import InputError, warn_user
-from autosplit.parallel.batch_counts import Count, check_loader, count_samples, counted, tidy
+from autosplit.parallel.batch_counts import Count, check_loader, samples_and_count, tidy
 from autosplit.parallel.hidden_sampler import UnscheduledBatches
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.parallel.rank_scope import normalised_over_ranks, refuse_ranks_without_samples, refuse_uncounted_scope
 from autosplit.parallel.step_listener import Sums
+from autosplit.text import listed
 from autosplit.torch_versions import private
 
 
@@ -62,6 +70,38 @@ def refuse_hook(wrapped: DistributedDataParallel) -> None:
         )
 
 
+def refuse_unplanned(loader: Any, rank: int, planned: Sequence[int]) -> None:
+    """Raise InputError if a loader draws the whole data set on each rank, or does not divide it as the plan does.
+
+    A rank without samples may have any batch size, because its batches have weight 0.
+
+    Args:
+        planned: Samples per micro-batch of each rank.
+    """
+    if len(planned) > 1 and draws_everything(loader):
+        raise InputError(
+            f"The loader draws the whole data set on each of {len(planned)} ranks. Expected rank {rank}'s part. "
+            "Pass a loader with batch_sampler=ctx.batch_sampler(len(dataset)), without a wrapper around it.",
+            code="loader-not-cut-by-rank",
+        )
+    if not isinstance(loader, DataLoader) or not planned[rank]:
+        return
+    if loader.batch_size not in (None, planned[rank]):
+        raise InputError(
+            f"The DataLoader has batch_size={loader.batch_size}, but the plan's micro-batches have {planned[rank]} "
+            "samples here. Call ctx.steps(ctx.loader(loader)), which uses the plan's sizes. For an IterableDataset, "
+            f"pass batch_size=ctx.settings.batch_size ({planned[rank]}).",
+            code="loader-has-own-batch-size",
+        )
+    if isinstance(loader.sampler, DistributedSampler) and len({*planned}) > 1:
+        raise InputError(
+            "The DataLoader's DistributedSampler gives each rank the same number of samples, but the plan has "
+            f"{listed([*map(str, planned)], 4)}. Call ctx.steps(ctx.loader(loader)), which divides the data set as the "
+            "plan does.",
+            code="loader-has-own-sampler",
+        )
+
+
 def foreign_steps(
     loader: Iterable[Any],
     micro_steps: int,
@@ -86,11 +126,11 @@ def foreign_steps(
     batches = UnscheduledBatches(loader)
     for index in itertools.count():
         held = list(itertools.islice(batches, micro_steps))
-        sizes = [counted(count or count_samples, batch) if has_share else 0 for batch in held]
-        samples = [int(has_share)] * len(held)
-        everyones = _gathered((len(held), sum(sizes)), device).tolist()
-        most = int(max(number for number, _ in everyones))
-        if not all(number for number, _ in everyones):
+        sizes = [samples_and_count(batch, count) if has_share else (0, 0) for batch in held]
+        samples, counts = [size for size, _ in sizes], [number for _, number in sizes]
+        everyones = _gathered((len(held), sum(samples), sum(counts)), device).tolist()
+        numbers = [int(number) for number, _, _ in everyones]
+        if not all(numbers):
             if held:
                 warn_user(
                     f"Another rank's loader has ended, and this rank's loader has at least {len(held)} batches "
@@ -99,15 +139,21 @@ def foreign_steps(
                     LeftOverWarning,
                 )
             return
-        total = sum(size for _, size in everyones)
+        most = max(numbers)
+        total = sum(number for _, _, number in everyones)
         if spans_ranks:
-            refuse_ranks_without_samples(sum(most - number for number, _ in everyones))
-            sizes, total = normalised_over_ranks(totals_over_ranks(sizes, device), len(everyones))
-        held += [held[-1]] * (most - len(held))
-        sizes += [0] * (most - len(sizes))
-        samples += [0] * (most - len(samples))
-        total = tidy(total)
-        yield OptimizerStep(held, sizes, index=index, num_samples=total, num_ranks=len(everyones), samples=samples)
+            refuse_ranks_without_samples(sum(most - number for number in numbers))
+            counts, total = normalised_over_ranks(totals_over_ranks(counts, device), len(everyones))
+        missing = most - len(held)
+        yield OptimizerStep(
+            held + [held[-1]] * missing,
+            counts + [0] * missing,
+            index=index,
+            count=tidy(total),
+            num_samples=int(sum(size for _, size, _ in everyones)),
+            num_ranks=len(everyones),
+            samples=samples + [0] * missing,
+        )
 
 
 def draws_everything(loader: object) -> bool:

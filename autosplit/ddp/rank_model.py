@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autosplit.errors import InputError
 from autosplit.torch_versions import private
 
 
@@ -25,6 +28,7 @@ class RankModel(DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
+        self._has_run = False
         self.trained = frozenset(id(one) for one in module.parameters() if one.requires_grad)
 
     def share_buffers(self) -> None:
@@ -35,6 +39,9 @@ class RankModel(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model. Synchronise the ranks, unless the model only evaluates."""
+        if not self._has_run and not torch.compiler.is_compiling():
+            self._has_run = True
+            self._refuse_outer()
         if self.module.training or torch.is_grad_enabled():  # the user may call `eval` of the inner model only
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         synchronises, self.require_forward_param_sync = self.require_forward_param_sync, False
@@ -42,3 +49,13 @@ class RankModel(DistributedDataParallel):
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         finally:
             self.require_forward_param_sync = synchronises
+
+    def _refuse_outer(self) -> None:
+        """Raise InputError if another DistributedDataParallel runs this model. It would average the gradients again."""
+        runners = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(inspect.currentframe()))
+        if any(isinstance(one, DistributedDataParallel) and one is not self for one in runners):
+            raise InputError(
+                "The model that ctx.wrap returned is in another DistributedDataParallel, which averages the gradients "
+                "of each micro-batch again. Expected one wrapper. Use the result of ctx.wrap itself.",
+                code="model-wrapped-again",
+            )

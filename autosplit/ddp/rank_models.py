@@ -66,7 +66,7 @@ class Ranks(StepListener):
         """Set the gradients of a backward of weight 0 to zero."""
         return silenced(self.models.wrapped)
 
-    def finish(self, num_samples: float) -> None:  # noqa: ARG002
+    def finish(self, count: float) -> None:  # noqa: ARG002
         """Average the gradients, if no backward did, and give all ranks the buffers of rank 0."""
         for wrapped in self.models.wrapped:
             if self.apart:

@@ -15,7 +15,7 @@ from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.context import Context
 from autosplit.ddp.device import agreed_backend, device_for, told_by_all
 from autosplit.ddp.failure import TOLD_AFTER_S, Watch, abort_group, group_sockets, open_sockets, told_if_long
-from autosplit.ddp.find_plan import plan_for_job
+from autosplit.ddp.find_plan import names_plan, plan_for_job
 from autosplit.ddp.other_devices import devices_of_job, own_device, plan_for_devices
 from autosplit.ddp.progress import Progress
 from autosplit.ddp.rendezvous import (
@@ -105,7 +105,7 @@ def setup(
     watch = Watch(place.rank, place.world_size)
     progress = Progress(place.rank, place.world_size, timeout_s)
     watch.on_sign = progress.print_if_late
-    ctx = Context(plan, place.rank, device, progress)
+    ctx = Context(plan, place.rank, device, progress, is_named=names_plan(profile))
     try:
         with _process_group(place, watch, ctx, store, progress, timeout_s) as sockets:
             watch.begin(sockets)

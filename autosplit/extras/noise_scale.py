@@ -59,14 +59,14 @@ class NoiseScale:
         """Return a recorder for the gradient norms of the next optimizer step."""
         return StepNorms(self, over_ranks)
 
-    def add(self, sums: Sums, num_samples: float) -> None:
-        """Add a step. Steps with one micro-batch or a gradient that is not finite are left out.
+    def add(self, sums: Sums, count: float) -> None:
+        """Add a step with its `count`. Steps with one micro-batch or a gradient that is not finite are left out.
 
         Raises:
             InputError: The first step has only one micro-batch.
         """
         weighted, number, squared = sums
-        scatter, freedom = weighted - num_samples * squared, number - 1
+        scatter, freedom = weighted - count * squared, number - 1
         if freedom < 1 and not self._steps:
             raise InputError(
                 f"noise_scale is given, but the optimizer step has {number:g} micro-batch over all ranks. The "
@@ -75,7 +75,7 @@ class NoiseScale:
                 code="noise-scale-one-micro-batch",
             )
         if freedom >= 1 and math.isfinite(scatter) and math.isfinite(squared):
-            self._steps.append((scatter, freedom, num_samples, num_samples * squared))
+            self._steps.append((scatter, freedom, count, count * squared))
             self._num_added += 1
             if len(self._steps) > (self._num_added + 1) // 2:
                 self._steps.popleft()
@@ -178,14 +178,14 @@ class StepNorms(StepListener):
         """Leave the step out because a micro-batch was interrupted, so some gradients are missing."""
         self._is_whole = False
 
-    def finish(self, num_samples: float) -> None:
+    def finish(self, count: float) -> None:
         """Add the step to the estimate. All ranks call this when the gradients are final for the optimizer."""
         grads = [leaf.grad for leaf in self._leaves.values() if leaf.grad is not None]
         squared = _total(map(_squared_norm, grads))
         weighted = sum(factor * _total(norms) for factor, norms in self._found) if self._is_whole else math.nan
         scale = float(self._scale) ** 2
         sums: Sums = (weighted / scale, float(len(self._found)), squared / scale)
-        self.noise_scale.add(sums if self._over_ranks is None else self._over_ranks(sums), num_samples)
+        self.noise_scale.add(sums if self._over_ranks is None else self._over_ranks(sums), count)
 
 
 def _squared_norm(grad: Tensor) -> Tensor:

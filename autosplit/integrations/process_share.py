@@ -19,13 +19,12 @@ from torch import nn
 
 from autosplit.ddp.context import Context
 from autosplit.ddp.device import device_for
-from autosplit.ddp.find_plan import described, tell_of_newest
+from autosplit.ddp.find_plan import check_model, described, is_newest, tell_of_newest
 from autosplit.ddp.loader_steps import totals_over_ranks
 from autosplit.ddp.rendezvous import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError, warn_user
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
-from autosplit.plan.other_model import warn_of_other_model
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import add_note_to_file, least_share, without_notes
 from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_simulated, refuse_unfit
@@ -129,9 +128,10 @@ class Share:
                 )
 
     def tell_of_other_model(self, model: Any) -> None:
-        """Warn if the plan is for a model with a different number of parameters."""
+        """Warn if the plan is for another model. Raise InputError if the user did not name the plan."""
         if not self.wraps:  # otherwise `Plan.wrap` warns
-            warn_of_other_model(self.plan, model)
+            is_named = not is_newest(self.plan)
+            check_model(self.plan, model, is_named=is_named, rank=self.place.rank)
 
     def tell_of_other_precision(self, precision: str, setting: str) -> None:
         """Warn if the library's precision is not the plan's.

@@ -26,11 +26,13 @@ class Accumulation:
     Attributes:
         is_last: Whether the running micro-step is the last. Its backward must reduce the gradients to device 0.
         split: Samples per device of the running micro-batch. None if the wrapper's proportions apply.
+        combines_by_samples: Whether a wrapper combined losses of several devices, weighted by their samples.
     """
 
     def __init__(self) -> None:
         self.is_last = False
         self.split: tuple[int, ...] | None = None
+        self.combines_by_samples = False
         self._keepers: dict[Any, None] = {}
 
     def join(self, keeper: Any) -> None:

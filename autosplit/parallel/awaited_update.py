@@ -18,7 +18,7 @@ _updates_of: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 class StepsWarning(UserWarning):
-    """A training loop updates the parameters after each micro-batch, because it does not use `plan.steps`."""
+    """A training loop does not call the optimizer once per step: `step()` or `zero_grad()` is missing, or repeated."""
 
 
 def _count_update(optimizer: Optimizer, *_: Any) -> None:
@@ -58,13 +58,20 @@ class AwaitedUpdate:
     def __init__(self) -> None:
         self.expect(updates_so_far(), None)
 
-    def expect(self, before: int, watched: WatchedParameter | None) -> None:
+    def expect(self, before: int, watched: WatchedParameter | None, *, may_skip: bool = False) -> None:
         """Begin to watch for the update that follows a backward.
 
         Args:
             before: `updates_so_far` before the backward, because an optimizer may step in a hook of the backward.
+            may_skip: Whether a GradScaler may skip the update.
         """
-        self._before, self._watched = before, watched
+        self._before, self._watched, self._may_skip = before, watched, may_skip
+
+    def is_missing(self) -> bool:
+        """Return whether no optimizer has stepped, and the watched parameter did not change."""
+        if self._watched is None or self._may_skip:
+            return False
+        return self._before == _updates and not self._watched.is_changed()
 
     def has_come(self) -> bool:
         """Return whether an optimizer has stepped, or the watched parameter or its gradient has changed."""

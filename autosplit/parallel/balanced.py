@@ -14,7 +14,7 @@ from torch import nn
 from autosplit.accelerators import moved
 from autosplit.devices.peer_copy_check import check_links
 from autosplit.devices.transfer import active_placement
-from autosplit.errors import DeviceError, InputError, WorkloadError, warn_user
+from autosplit.errors import DeviceError, InputError, WorkloadError, advise, warn_user
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.parallel.accumulation import current_accumulation
 from autosplit.parallel.arguments import (
@@ -198,6 +198,14 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         else:
             sizes = split_from_gpu0(batch_size, self._gpu0_bsz, len(self.devices))
         return sizes if ceilings is None else cap_split(sizes, ceilings)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict of this wrapper, whose names begin with `module.`, as `nn.DataParallel` does."""
+        try:
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        except RuntimeError as error:
+            advise(error, "model.load_state_dict(autosplit.matching_state_dict(model, state)) loads it")
+            raise
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on the batch, split over the devices. Return the gathered outputs.

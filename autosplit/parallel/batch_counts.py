@@ -92,6 +92,17 @@ def count_samples(batch: Any) -> int:
     return samples
 
 
+def samples_and_count(batch: Any, count: Count | None) -> tuple[int, float]:
+    """Return the samples of a batch, and its count. Without a tensor to count samples in, both are the count."""
+    if count is None:
+        return (samples := count_samples(batch)), samples
+    number = counted(count, batch)
+    try:
+        return count_samples(batch), number
+    except InputError:
+        return int(number), number
+
+
 def _first_size(part: Any) -> int | None:
     if isinstance(part, torch.Tensor):
         return int(part.size(0)) if part.dim() else None

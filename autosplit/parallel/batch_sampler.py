@@ -103,12 +103,14 @@ class ScheduledBatchSampler(Sampler[list[int]]):
 
     Attributes:
         unlike_lengths: Whether micro-batches with the same number of samples may need different amounts of memory.
+        keeps_effective: Whether all steps have `effective_batch_size` samples, except the last of an epoch.
 
     Raises:
         InputError: A number is not whole or below its minimum.
     """
 
     unlike_lengths = False
+    keeps_effective = True
 
     def __init__(
         self,

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from autosplit.errors import InputError
-from autosplit.parallel.batch_counts import Count, check_loader, count_samples, counted, let_go
+from autosplit.parallel.batch_counts import Count, check_loader, counted, let_go, samples_and_count
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
+from autosplit.parallel.effective_batch import warn_of_short_dataset
+from autosplit.parallel.forgotten_calls import ForgottenCalls
 from autosplit.parallel.hidden_sampler import UnscheduledBatches
 from autosplit.parallel.oom_cuts import Cuts
 from autosplit.parallel.optimizer_steps import OptimizerStep
@@ -38,11 +40,25 @@ class Steps(Iterator[OptimizerStep]):
     def __init__(self, made: Iterator[OptimizerStep], sampler: ScheduledBatchSampler | None) -> None:
         self._made, self._sampler = made, sampler
         self._number: int | None = None
+        self._has_ended = False
+
+    def __iter__(self) -> Steps:
+        if self._has_ended:
+            raise InputError(
+                "The steps of this epoch are over. Expected new steps for each epoch. Write `for step in "
+                "plan.steps(loader)` (or ctx.steps) inside of the loop over the epochs.",
+                code="steps-of-ended-epoch",
+            )
+        return self
 
     def __next__(self) -> OptimizerStep:
         if self._number is None and self._sampler is not None:
             self._number = self._sampler.steps_ahead()
-        return next(self._made)
+        try:
+            return next(self._made)
+        except StopIteration:
+            self._has_ended = True
+            raise
 
     def __len__(self) -> int:
         if self._sampler is None:
@@ -93,6 +109,8 @@ def steps(
     if isinstance(sampler, ScheduledBatchSampler):
         sampler.check_sizes(batch_size, effective_batch_size)
         sampler.check_dataset(getattr(loader, "dataset", None))
+        if sampler.keeps_effective:
+            warn_of_short_dataset(sampler.num_samples, effective_batch_size)
         if count is not None and over_ranks is None and sampler.rank_slice.num_ranks > 1:
             raise InputError(
                 f"count is given, but the loader's batch sampler is for one of {sampler.rank_slice.num_ranks} "
@@ -103,7 +121,7 @@ def steps(
     elif count is not None:
         made = _held_steps(loader, count, most_batches=accumulation_steps(effective_batch_size, batch_size))
     else:
-        made = _held_steps(loader, count_samples, enough=effective_batch_size)
+        made = _held_steps(loader, None, enough=effective_batch_size)
     reads = count is None and not spans_ranks
     made = checked(made, cuts, noise_scale, sums_over_ranks, reads_loss=reads, device=device)
     return Steps(made, sampler if isinstance(sampler, ScheduledBatchSampler) else None)
@@ -121,14 +139,16 @@ def checked(
     """Set `cuts`, `noise_scale` and `device` on each step, and yield it. Raise InputError if a step is left unfinished.
 
     Args:
-        reads_loss: Whether to warn if the first step's loss is not a mean over samples.
+        reads_loss: Whether to warn if losses are weighted by samples, but are not means over samples.
     """
     checked_estimate(noise_scale)
+    forgotten, reader = ForgottenCalls(), LossReader(has_read=not reads_loss)
     for step in made:
+        forgotten.follow(step)
         step.cuts, step.noise_scale, step.device = cuts, noise_scale, device
-        if reads_loss:
-            reads_loss = False
-            step.listeners.append(LossReader())
+        if not reader.has_read:
+            reader.is_weighted = cuts is not None or step.micro_batch_sizes[0] != step.num_samples
+            step.listeners.append(reader)
         if noise_scale is not None:
             step.listeners.append(noise_scale.begin_step(sums_over_ranks))
         yield step
@@ -155,26 +175,27 @@ def _scheduled_steps(
     batches = iter(loader)
     for index, step in enumerate(schedule[start_step:], start_step):
         drawn: Iterator[Any] = batches
-        sizes: list[float] = [*step.micro_batch_sizes]
+        counts: list[float] = [*step.micro_batch_sizes]
         total: float = step.num_samples
         if spans_ranks and count is None:
-            sizes, total = normalised_over_ranks(micro_batch_sizes(step.num_samples, sampler.batch_size), num_ranks)
+            counts, total = normalised_over_ranks(micro_batch_sizes(step.num_samples, sampler.batch_size), num_ranks)
         if count is not None:
             held = list(itertools.islice(batches, len(step.micro_batch_sizes)))
             # A rank without samples runs a sample of another rank with weight 0, so its count is 0.
             parts = zip(held, step.micro_batch_sizes, strict=False)
-            sizes = [counted(count, batch) if samples else 0 for batch, samples in parts]
-            sizes += [0] * (len(step.micro_batch_sizes) - len(held))
+            counts = [counted(count, batch) if samples else 0 for batch, samples in parts]
+            counts += [0] * (len(step.micro_batch_sizes) - len(held))
             if spans_ranks:
-                sizes, total = normalised_over_ranks(over_ranks(sizes), num_ranks)
+                counts, total = normalised_over_ranks(over_ranks(counts), num_ranks)
             else:
-                (total,) = over_ranks([sum(sizes)])
+                (total,) = over_ranks([sum(counts)])
             drawn = let_go(held)
         made = OptimizerStep(
             drawn,
-            sizes,
+            counts,
             index=index,
-            num_samples=total,
+            count=total,
+            num_samples=step.num_samples,
             num_ranks=num_ranks,
             samples=step.micro_batch_sizes,
             splits=step.splits,
@@ -192,17 +213,22 @@ def _scheduled_steps(
 
 
 def _held_steps(
-    loader: Iterable[Any], count: Count, *, most_batches: int | None = None, enough: int | None = None
+    loader: Iterable[Any], count: Count | None, *, most_batches: int | None = None, enough: int | None = None
 ) -> Iterator[OptimizerStep]:
     held: list[Any] = []
-    sizes: list[float] = []
+    sizes: list[tuple[int, float]] = []
     index = 0
+
+    def made() -> OptimizerStep:
+        samples, counts = zip(*sizes, strict=True)
+        return OptimizerStep(let_go(held), counts, index=index, samples=samples)
+
     for batch in UnscheduledBatches(loader):
         held.append(batch)
         del batch  # `held` frees each batch when the loop has run it
-        sizes.append(counted(count, held[-1]))
-        if len(held) == most_batches or (enough is not None and sum(sizes) >= enough):
-            yield OptimizerStep(let_go(held), sizes, index=index)
+        sizes.append(samples_and_count(held[-1], count))
+        if len(held) == most_batches or (enough is not None and sum(samples for samples, _ in sizes) >= enough):
+            yield made()
             held, sizes, index = [], [], index + 1
     if held:
-        yield OptimizerStep(let_go(held), sizes, index=index)
+        yield made()

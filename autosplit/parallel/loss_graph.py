@@ -108,18 +108,38 @@ def _sums_samples(node: Any, samples: int) -> bool:
     return bool(sizes) and int(sizes[0]) == samples and all(_name(one) != "Mean" for one in nearest)
 
 
-def warn_of_reading(reading: Reading) -> None:
-    """Warn if a loss is not a mean over samples, because its micro-batches are weighted by their samples."""
+def outer_factor(loss: Tensor) -> float | None:
+    """Return the number by which a loss was multiplied last. None if there is none, or if the loss adds up others."""
+    node = loss.grad_fn
+    inner = [child for child, _ in getattr(node, "next_functions", ()) if child is not None]
+    other = _saved(node, "other")
+    if _name(node) not in ("Mul", "Div") or len(inner) != 1 or _name(inner[0]) in ("Add", "Sum", "Stack"):
+        return None
+    if not isinstance(other, Tensor) or other.numel() != 1 or other.device.type != "cpu" or not float(other):
+        return None
+    return float(other) if _name(node) == "Mul" else 1 / float(other)
+
+
+def warn_of_reading(reading: Reading, *, is_weighted: bool, is_combined: bool) -> None:
+    """Warn if a loss is not a mean over samples, but losses are weighted by their samples.
+
+    Args:
+        is_weighted: Whether the step weights micro-batches or ranks.
+        is_combined: Whether BalancedDataParallel weights the losses of its devices.
+    """
     if reading.kind in ("samples", "unknown"):
         return
-    cure = (
-        "Tune with loss_reduction='sum', and pass step.backward(loss / step.weight)."
-        if reading.kind == "sum"
-        else f"Pass count= to plan.steps or ctx.steps: {COUNTS[reading.kind]}."
-    )
+    if reading.kind == "sum":
+        cures = ["Tune with loss_reduction='sum', and pass step.backward(loss / step.weight)."]
+    else:
+        cures = [f"Pass count= to plan.steps or ctx.steps: {COUNTS[reading.kind]}."] * is_weighted
+        cures += [
+            "Set model.reduce to a function of a device's (args, kwargs) that returns the divisor of its loss."
+        ] * is_combined
+    weighted = " and ".join(["micro-batches"] * is_weighted + ["devices"] * is_combined)
     warn_user(
-        f"The loss is {reading.text}, but autosplit weights micro-batches by their samples. So the gradient "
-        f"depends on the split. {cure}",
+        f"The loss is {reading.text}, but autosplit weights {weighted} by their samples. So the gradient "
+        f"depends on the split. {' '.join(cures)}",
         UnevenLossWarning,
     )
 

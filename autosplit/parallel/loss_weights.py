@@ -88,7 +88,7 @@ def weights_of(
     if reduce == "sum" or any(kwargs.get(_DIVISOR) is not None for _, kwargs in chunks):
         return [1.0] * len(chunks)
     if reduce == "samples":
-        return [*_by_samples(sizes)]
+        return [*by_samples(sizes)]
     if reduce is None:
         return [1.0] if len(chunks) == 1 else _by_samples_with_doubts(module, chunks, sizes)
     labels = (_labels_in(kwargs, reduce) for _, kwargs in chunks)
@@ -97,7 +97,8 @@ def weights_of(
     return _shares([(one != IGNORED_LABEL).sum().double() for one in labels], sizes)
 
 
-def _by_samples(sizes: Sequence[int]) -> list[float]:
+def by_samples(sizes: Sequence[int]) -> list[float]:
+    """Return the weight of each replica's loss, if the loss is a mean over samples."""
     total = sum(sizes)
     return [size / total if total else 1.0 for size in sizes]  # an empty batch runs on a single replica
 
@@ -105,7 +106,7 @@ def _by_samples(sizes: Sequence[int]) -> list[float]:
 def _shares(counts: list[Tensor], sizes: Sequence[int]) -> list[float | Tensor]:
     total = torch.stack(counts).sum()
     # If every label is ignored, all replicas return the same value, NaN or 0. Weights by samples keep that value.
-    pairs = zip(counts, _by_samples(sizes), strict=True)
+    pairs = zip(counts, by_samples(sizes), strict=True)
     return [torch.where(total == 0, by_samples, count / total) for count, by_samples in pairs]
 
 
@@ -135,7 +136,7 @@ def is_integer(value: object) -> TypeIs[Tensor]:
 def _by_samples_with_doubts(
     module: nn.Module, chunks: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], sizes: Sequence[int]
 ) -> list[float | Tensor]:
-    weights: list[float | Tensor] = [*_by_samples(sizes)]
+    weights: list[float | Tensor] = [*by_samples(sizes)]
     kind = type(module)
     if kind in _looked_at:
         return weights

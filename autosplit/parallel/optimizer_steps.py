@@ -33,7 +33,7 @@ class _MicroBatch:
         meets: Whether the ranks synchronise in its backward.
     """
 
-    samples: float  # 0 if this rank runs samples of another rank
+    samples: int  # 0 if this rank runs samples of another rank
     size: float
     part: Part | None
     meets: bool
@@ -52,14 +52,21 @@ class OptimizerStep:
     multiplied by `num_ranks`, because DDP averages the gradients of the ranks.
 
     Args:
-        sizes: The divisor of each micro-batch's mean loss, usually its number of samples.
-        num_samples: The sum of these divisors over the whole step and all ranks. Default: the sum of `sizes`.
+        counts: The divisor of each micro-batch's mean loss, usually its number of samples.
+        count: The sum of the divisors over all ranks. Default: the sum of `counts`.
+        num_samples: The number of samples over all ranks. Default: the sum of `samples`.
         num_ranks: The number of ranks whose gradients are averaged in the step's last backward.
-        samples: This rank's samples of each micro-batch, if `sizes` count something else. A rank with 0 samples runs
-            samples of another rank.
+        samples: This rank's samples of each micro-batch. A rank with 0 samples runs samples of another rank. Default:
+            `counts`.
         splits: See `StepSchedule.splits`.
 
     Attributes:
+        num_samples: The step's samples, over all ranks.
+        count: The number by which the step's mean loss is divided, over all ranks: the sum of what `count=` of `steps`
+            returned, such as tokens. Without `count=`, it equals `num_samples`.
+        micro_batch_sizes: This rank's samples of each micro-batch.
+        index: The step's number in the epoch, from 0.
+        num_ranks: The number of ranks.
         listeners: The objects that the step calls for each micro-batch, in order.
         noise_scale: The estimate that was passed to `steps`.
     """
@@ -67,18 +74,19 @@ class OptimizerStep:
     def __init__(
         self,
         batches: Iterable[Any],
-        sizes: Sequence[float],
+        counts: Sequence[float],
         *,
         index: int = 0,
-        num_samples: float | None = None,
+        count: float | None = None,
+        num_samples: int | None = None,
         num_ranks: int = 1,
         samples: Sequence[int] | None = None,
         splits: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
-        self.micro_batch_sizes = tuple(sizes)
-        self._splits = splits
-        self._samples = self.micro_batch_sizes if samples is None else tuple(samples)
-        self.num_samples = sum(sizes) if num_samples is None else num_samples
+        self._counts, self._splits = tuple(counts), splits
+        self.count = sum(counts) if count is None else count
+        self.micro_batch_sizes = tuple(map(int, counts)) if samples is None else tuple(samples)
+        self.num_samples = sum(self.micro_batch_sizes) if num_samples is None else num_samples
         self.num_ranks = num_ranks
         self.index = index
         self.listeners: list[StepListener] = []
@@ -98,7 +106,7 @@ class OptimizerStep:
 
     @property
     def weight(self) -> float:
-        """The factor of the current micro-batch's mean loss: its samples / the step's samples * the number of ranks.
+        """The factor of the current micro-batch's mean loss: its count / the step's `count` * the number of ranks.
 
         Raises:
             InputError: No micro-batch was drawn yet.
@@ -108,9 +116,9 @@ class OptimizerStep:
                 f"Optimizer step {self.index} has no current micro-batch. Write `for batch in step:` first.",
                 code="step-without-batch",
             )
-        if not self.num_samples:
+        if not self.count:
             return 0.0
-        return self._now.size * self.num_ranks / self.num_samples
+        return self._now.size * self.num_ranks / self.count
 
     @property
     def is_open(self) -> bool:
@@ -133,8 +141,8 @@ class OptimizerStep:
 
         In a DDP job, this is the mean over the rank's own samples.
         """
-        own = sum(self.micro_batch_sizes) * self.num_ranks
-        return float(self._loss) * (self.num_samples / own) if own and self._loss is not None else 0.0
+        own = sum(self._counts) * self.num_ranks
+        return float(self._loss) * (self.count / own) if own and self._loss is not None else 0.0
 
     def backward(self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
         """Multiply the current micro-batch's mean loss by its weight, and run the backward pass.
@@ -162,7 +170,7 @@ class OptimizerStep:
         if weight and not self._has_seen_loss:
             self._has_seen_loss = True
             parted = None if self.cuts is None or now.attempt is None else self.cuts.samples_of(now.attempt.part)
-            samples = int(now.samples) if parted is None else parted
+            samples = now.samples if parted is None else parted
             for listener in self.listeners:
                 listener.first_loss(loss, samples, weight)
         if self.cuts is not None and now.attempt is None:
@@ -186,7 +194,7 @@ class OptimizerStep:
         self._watched = watched if (goes_on := self._drawn < len(self)) else None
         if watched is not None:
             watched.end_backward(self._place(), may_update=not goes_on)
-        self.awaited.expect(before, watched)
+        self.awaited.expect(before, watched, may_skip=scaler is not None)
         if weight:
             own = weighted.detach().reshape(())
             # Add in place, because plans count the memory of only one loss.
@@ -266,7 +274,7 @@ class OptimizerStep:
                 code="step-iterated-twice",
             )
         accumulation = Accumulation()
-        for number, size in enumerate(self.micro_batch_sizes):
+        for number, size in enumerate(self._counts):
             batch = next(self._batches, _MISSING)
             if batch is _MISSING:
                 raise InputError(
@@ -284,7 +292,7 @@ class OptimizerStep:
                 opinions = [listener.draw(is_last) for listener in self.listeners]
                 meets = next((meets for meets in opinions if meets is not None), is_last)
                 part_to_run = None if self.cuts is None else part
-                now = self._now = _MicroBatch(self._samples[number], part.size, part_to_run, meets)
+                now = self._now = _MicroBatch(self.micro_batch_sizes[number], part.size, part_to_run, meets)
                 apart = nullcontext() if size else self._around("uncounted", not now.samples)
                 # If micro-batches may be cut or norms are measured, reduce the gradients in every micro-step.
                 # Gradients that stay on other devices would be wrong after a cut, and missing in the norms.
@@ -300,7 +308,7 @@ class OptimizerStep:
                 del part
         accumulation.finish()
         for listener in self.listeners:
-            listener.finish(self.num_samples)
+            listener.finish(self.count)
 
     def _check_backward(self) -> None:
         if self._now is not None and not self._now.had_backward:

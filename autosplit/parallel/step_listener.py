@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from autosplit.errors import InputError
+from autosplit.parallel.accumulation import current_accumulation
 from autosplit.parallel.awaited_update import AwaitedUpdate
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.loss_graph import read_loss, warn_of_reading
@@ -55,16 +56,30 @@ class StepListener:
     def spoil(self) -> None:
         """Record that a micro-batch ran out of memory and will run again in two parts."""
 
-    def finish(self, num_samples: float) -> None:
-        """Act after the last backward, before the optimizer steps. `num_samples` is the count of the whole step."""
+    def finish(self, count: float) -> None:
+        """Act after the last backward, before the optimizer steps. `count` is the step's, over all ranks."""
 
 
+@dataclass(eq=False)
 class LossReader(StepListener):
-    """Warn if the graph of a step's first loss shows that the loss is not a mean over samples."""
+    """Warn once if the graph of a step's first loss shows that the loss is not a mean over samples.
+
+    If one loss has all samples of a step, nothing is weighted, so any loss is right.
+
+    Attributes:
+        is_weighted: Whether the step weights micro-batches or ranks.
+    """
+
+    is_weighted: bool = True
+    has_read: bool = False
 
     def first_loss(self, loss: Tensor, samples: int, weight: float) -> None:  # noqa: ARG002
         """Examine the loss's autograd graph."""
-        warn_of_reading(read_loss(loss, samples))
+        running = current_accumulation()
+        is_combined = running is not None and running.combines_by_samples
+        if not self.has_read and (self.is_weighted or is_combined):
+            self.has_read = True
+            warn_of_reading(read_loss(loss, samples), is_weighted=self.is_weighted, is_combined=is_combined)
 
 
 @dataclass(eq=False)
@@ -75,7 +90,7 @@ class Consumption(StepListener):
     samples: int
     awaited: AwaitedUpdate
 
-    def finish(self, num_samples: float) -> None:  # noqa: ARG002
+    def finish(self, count: float) -> None:  # noqa: ARG002
         """Let the sampler count the step after the update."""
         self.sampler.consume(self.samples, self.awaited.has_come)
 

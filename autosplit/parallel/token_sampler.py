@@ -48,7 +48,7 @@ class TokenBatchSampler(ScheduledBatchSampler):
         self._lengths = checked_lengths(lengths)
         self._digest: str | None = None
         self._plan, self._split = plan, tuple(split)
-        self._keeps_effective, self._rank = keeps_effective, rank
+        self.keeps_effective, self._rank = keeps_effective, rank
         plan.times_at(max(self._lengths))  # raises InputError if a sample is too long
         super().__init__(
             len(self._lengths),
@@ -72,7 +72,7 @@ class TokenBatchSampler(ScheduledBatchSampler):
     def _steps_of(self, epoch: int) -> list[Batches]:
         drawn = self._order(epoch)
         order = drawn.tolist() if isinstance(drawn, torch.Tensor) else drawn
-        effective = self.effective_batch_size if self._keeps_effective else None
+        effective = self.effective_batch_size if self.keeps_effective else None
         steps = cut_epoch(self._plan, self._lengths, order, self._split, effective)
         if self.shuffle and effective is None:  # the batches are sorted by length, so shuffle the steps
             generator = torch.Generator().manual_seed((self.seed + epoch) % 2**64)
@@ -127,7 +127,7 @@ class TokenBatchSampler(ScheduledBatchSampler):
         With an effective batch size, these are the values of the order. Otherwise add a digest of the batches.
         """
         facts = super()._order_facts()
-        if not self._keeps_effective:
+        if not self.keeps_effective:
             made_of = repr((self._plan.points, self._split, self._lengths)).encode()
             facts["batches"] = hashlib.sha256(made_of).hexdigest()[:16]
         return facts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from autosplit.accelerators import checked_module
@@ -37,20 +36,29 @@ def refuse_wrapped(model: Any) -> None:
         )
 
 
-def warn_of_other_model(plan: PlanRecord, model: Any, *, hint: Callable[[int], str] = lambda _: "") -> None:
+def difference(plan: PlanRecord, model: Any) -> str:
+    """Describe how a model differs from the plan's model in its number of parameters. Return "" if it does not."""
+    name, wanted = plan.workload.get("model"), plan.workload.get("parameters")
+    if not isinstance(wanted, int) or (isinstance(name, str) and ", " in name):
+        return ""  # the model may be any of several
+    given = parameters_in(model)
+    if given is None or given == wanted:
+        return ""
+    return (
+        f"the plan is for {printable(str(name or 'a model'), longest=100)} with {wanted:,} parameters, but this "
+        f"{type(model).__name__} has {given:,}."
+    )
+
+
+def warn_of_other_model(plan: PlanRecord, model: Any, *, hint: str = "") -> None:
     """Warn if a model and the plan's model have different numbers of parameters.
 
     Args:
-        hint: Function that returns advice on finding a plan for this number of parameters, or an empty string.
+        hint: Advice on finding a plan for this model.
     """
-    name, wanted = plan.workload.get("model"), plan.workload.get("parameters")
-    if not isinstance(wanted, int) or (isinstance(name, str) and ", " in name):
-        return  # the model may be any of several
-    given = parameters_in(model)
-    if given is not None and given != wanted:
+    if found := difference(plan, model):
         warn_user(
-            f"the plan is for {printable(str(name or 'a model'), longest=100)} with {wanted:,} parameters, but "
-            f"this {type(model).__name__} has {given:,}. The plan's batch sizes may not fit, or may be far too "
-            f"small. {hint(given) or 'Tune for this model, and pass the new plan.'}",
+            f"{found} The plan's batch sizes may not fit, or may be far too small. "
+            f"{hint or 'Tune for this model, and pass the new plan.'}",
             OtherModelWarning,
         )

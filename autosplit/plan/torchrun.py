@@ -16,6 +16,9 @@ from autosplit.text import printable
 PLAN_VARIABLE = "AUTOSPLIT_PROFILE"
 """Environment variable with the file of the job's plan."""
 
+NEWEST_VARIABLE = "AUTOSPLIT_PROFILE_IS_NEWEST"
+"""Environment variable, set to "1" if `launch` chose the newest plan, because its user named none."""
+
 _COUNT = "nproc-per-node"
 _NODES = "nnodes"
 _MEETINGS = {"standalone", "rdzv-endpoint", "rdzv-backend", "master-addr", "master-port", "node-rank"}

@@ -180,3 +180,13 @@ def test_a_rank_whose_starter_was_killed_ends_before_it_waits_for_others(starter
         check=False,
     )
     assert done.returncode == code
+
+
+def test_a_plan_that_is_named_after_the_script_is_a_note(plan_file, monkeypatch, capsys):
+    """The script got `--plan`, and the job used the newest plan or found none."""
+    monkeypatch.setenv("AUTOSPLIT_PROFILE", plan_file)
+    assert main(["launch", "--print", "train.py", "--plan", "other.json"]) == 0
+    said = "--plan stands after the script, so the script gets it. Put autosplit's options before the script."
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert main(["launch", "--print", "--plan", plan_file, "train.py"]) == 0
+    assert "stands after" not in capsys.readouterr().err

@@ -99,7 +99,7 @@ class TestRankSlices:
             total = 0.0
             for part in parts:
                 step = OptimizerStep(
-                    itertools.repeat(0), part.micro_batch_sizes, num_samples=part.num_samples, num_ranks=len(sizes)
+                    itertools.repeat(0), part.micro_batch_sizes, count=part.num_samples, num_ranks=len(sizes)
                 )
                 for _ in step:
                     total += step.weight
@@ -122,14 +122,14 @@ class TestRankSlices:
             steps(loader, batch_size=8, effective_batch_size=20, count=len)
 
     def test_the_loss_of_a_rank_is_the_mean_over_its_own_samples(self) -> None:
-        step = OptimizerStep([2.0, 5.0], [3, 1], num_samples=16, num_ranks=2)
+        step = OptimizerStep([2.0, 5.0], [3, 1], count=16, num_ranks=2)
         for value in step:
             step.backward(torch.tensor(value, requires_grad=True))
         assert step.loss == pytest.approx((3 * 2.0 + 5.0) / 4)
 
     def test_a_rank_without_a_share_runs_the_last_backward_only_and_reports_no_loss(self) -> None:
         parameter = torch.ones((), requires_grad=True)
-        step = OptimizerStep([1.0, 1.0], [0, 0], num_samples=2, num_ranks=2)
+        step = OptimizerStep([1.0, 1.0], [0, 0], count=2, num_ranks=2)
         ran = []
         for value in step:
             step.backward(parameter * value)

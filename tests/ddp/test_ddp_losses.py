@@ -185,6 +185,7 @@ def foreign_loader() -> torch.Tensor:
         batches = [(INPUTS[part], BOXES[part]) for part in own]
         model = ctx.wrap(make_model())
         for step in ctx.steps(batches, loss_scope="ranks", count=lambda batch: int(batch[1].sum())):
+            assert (step.num_samples, step.count) == (16, int(BOXES[:16].sum()))
             for inputs, boxes in step:
                 num_boxes = boxes.sum().double()
                 dist.all_reduce(num_boxes)

@@ -26,6 +26,7 @@ from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan.explanation import TunedWay
 from autosplit.plan.other_model import OtherModelWarning
 from autosplit.plan.plan import Plan
+from autosplit.plan.torchrun import NEWEST_VARIABLE, PLAN_VARIABLE
 from autosplit.profiles import store as profiles
 from autosplit.profiles.key import machine_of
 from autosplit.profiles.validity import usable_here
@@ -377,8 +378,27 @@ class TestRememberedPlans:
         profiles.store("a3", replace(plan, workload={"model": "Other", "parameters": 8}))
         os.utime(profiles.profile_paths()[-1], (2, 2))
         profiles.store("a4", replace(plan, workload={"model": "Net", "parameters": 7}))
-        with ddp.setup() as ctx, pytest.warns(OtherModelWarning, match="autosplit launch --plan a3 SCRIPT"):
+        with ddp.setup() as ctx, pytest.raises(InputError, match="autosplit launch --plan a3 SCRIPT"):
             ctx.wrap(net)
+
+    @pytest.mark.parametrize("named", ["in the script", "by launch", "by hand"])
+    def test_a_named_plan_of_another_model_is_only_a_warning(self, named, monkeypatch, tmp_path):
+        plan = replace(remembered("a1"), workload={"model": "Net", "parameters": 7})
+        plan.save(tmp_path / "plan.json")
+        if named != "in the script":
+            monkeypatch.setenv(PLAN_VARIABLE, str(tmp_path / "plan.json"))
+        warned = pytest.warns(OtherModelWarning, match="with 7 parameters, but this Linear has 8")
+        with ddp.setup(plan if named == "in the script" else None) as ctx, warned:
+            ctx.wrap(torch.nn.Linear(3, 2))
+
+    def test_a_plan_of_another_model_that_launch_chose_is_an_error(self, monkeypatch, tmp_path):
+        """`launch` took the newest plan of any model, and trained on with a warning."""
+        plan = replace(remembered("a1"), workload={"model": "Net", "parameters": 7})
+        plan.save(tmp_path / "plan.json")
+        monkeypatch.setenv(PLAN_VARIABLE, str(tmp_path / "plan.json"))
+        monkeypatch.setenv(NEWEST_VARIABLE, "1")
+        with ddp.setup() as ctx, raises(InputError, "newest-plan-of-other-model", "7", "8"):
+            ctx.wrap(torch.nn.Linear(3, 2))
 
     def test_variants_of_one_tuning_are_one_plan(self, capfd):
         """One tuning saves a plan for each of its variants, and the fastest last. The user has nothing to choose."""

@@ -535,7 +535,7 @@ class TestGradients:
 def test_a_rank_without_samples_runs_every_backward():
     """FSDP2 gathers parameters in the backward. Without a backward on this rank, the other ranks would wait forever."""
     parameter = torch.ones((), requires_grad=True)
-    step = OptimizerStep([1.0, 1.0], [0, 0], num_samples=2, num_ranks=2)
+    step = OptimizerStep([1.0, 1.0], [0, 0], count=2, num_ranks=2)
     always = StepListener()
     always.draw = lambda _is_last: True
     step.listeners.append(always)

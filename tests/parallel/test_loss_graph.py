@@ -14,6 +14,7 @@ from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.epoch_steps import steps
 from autosplit.parallel.loss_graph import LabelMean, UnevenLossWarning, label_means, read_loss
 from autosplit.parallel.loss_weights import ReduceWarning
+from autosplit.parallel.oom_cuts import Cuts
 
 OUT = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
 LABELS = torch.tensor([0, 1, 2, 0, 1, 1])
@@ -88,15 +89,27 @@ def test_a_label_mean_is_told_in_words():
     assert str(LabelMean(1, True, 7, None)) == "labels that are not 7, without the first label of each sequence"
 
 
-def epoch(loss_of: Any, **options: Any) -> list[str]:
-    """Run two optimizer steps of a user's loop, and return the warnings."""
+class WithLoss(nn.Module):
+    """Returns its loss: a cross entropy with class weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3).double()
+
+    def forward(self, inputs, labels):
+        return F.cross_entropy(self.linear(inputs), labels, weight=WEIGHTS)
+
+
+def epoch(loss_of: Any, sizes=(4, 2, 4, 2), effective_batch_size=6, **options: Any) -> list[str]:
+    """Run an epoch of a user's loop, by default of two optimizer steps, and return the warnings."""
     model = nn.Linear(3, 3).double()
-    batches = [(OUT.detach()[part], LABELS[part]) for part in (slice(0, 4), slice(4, 6))] * 2
+    batches = [(OUT.detach()[:size], LABELS[:size]) for size in sizes]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in steps(batches, batch_size=4, effective_batch_size=6, **options):
+        for step in steps(batches, batch_size=4, effective_batch_size=effective_batch_size, **options):
             for inputs, labels in step:
-                step.backward(loss_of(model(inputs), labels))
+                with step.attempt():
+                    step.backward(loss_of(model(inputs), labels))
             model.zero_grad()
     assert all(one.filename == __file__ for one in caught), "each points at the loop"
     return [str(one.message) for one in caught if one.category is UnevenLossWarning]
@@ -112,6 +125,44 @@ class TestLoopsOfOnesOwn:
         assert not epoch(weighted, count=lambda batch: WEIGHTS[batch[1]].sum())
         assert not epoch(F.cross_entropy)
         assert not epoch(lambda outputs, labels: outputs.sum() / labels.float().norm())
+
+    @pytest.mark.parametrize(("effective", "warns"), [(4, 0), (5, 1)])
+    def test_a_step_of_one_forward_weights_nothing(self, effective, warns):
+        """A plan of one forward in one process warned about class weights, although its gradient was exact."""
+        weighted = lambda outputs, labels: F.cross_entropy(outputs, labels, weight=WEIGHTS)
+        assert len(epoch(weighted, effective_batch_size=effective, sizes=(4, 4, 4, 4))) == warns
+
+    def test_a_later_step_of_two_forwards_is_warned_of(self):
+        weighted = lambda outputs, labels: F.cross_entropy(outputs, labels, weight=WEIGHTS)
+        assert len(epoch(weighted, effective_batch_size=4, sizes=(4, 4, 2, 2))) == 1
+
+    def test_a_micro_batch_that_may_be_cut_is_warned_of(self):
+        weighted = lambda outputs, labels: F.cross_entropy(outputs, labels, weight=WEIGHTS)
+        assert len(epoch(weighted, effective_batch_size=4, sizes=(4, 4), cuts=Cuts())) == 1
+
+    def test_losses_of_several_devices_are_warned_of_until_reduce_counts(self):
+        """Devices that compute the loss combine it by samples, also in a step of one forward."""
+        model = BalancedDataParallel(None, WithLoss(), ["cpu", "cpu"], split=(4, 2))
+        batch = OUT.detach(), LABELS
+        said = []
+        for reduce in (None, lambda call: float(WEIGHTS[call[0][1]].sum())):
+            model.reduce = reduce
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for step in steps([batch], batch_size=6, effective_batch_size=6):
+                    for inputs, labels in step:
+                        step.backward(model(inputs, labels))
+            said.append([str(one.message) for one in caught if one.category is UnevenLossWarning])
+            got = [p.grad.clone() for p in model.module.parameters()]
+            model.zero_grad()
+            model.module(*batch).backward()
+            exact = all(torch.allclose(p.grad, own) for p, own in zip(model.module.parameters(), got, strict=True))
+            assert exact is not bool(said[-1])
+            model.zero_grad()
+        assert "weights devices by their samples" in said[0][0]
+        assert "Set model.reduce" in said[0][0]
+        assert "count=" not in said[0][0]
+        assert not said[1]
 
     def test_a_sum_is_warned_of(self):
         (said,) = epoch(lambda outputs, labels: F.cross_entropy(outputs, labels, reduction="sum"))

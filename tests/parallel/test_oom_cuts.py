@@ -200,6 +200,7 @@ class TestPlan:
         data = TensorDataset(*(torch.cat(parts) for parts in zip(*batches(10), strict=True)))
         loader = DataLoader(data, batch_sampler=plan.batch_sampler(len(data)))
         network = Network(faults := Faults(above=3))
+        optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
         counts = []
         for _epoch in range(2):
             faults.runs = 0
@@ -209,6 +210,8 @@ class TestPlan:
                     for inputs, targets in step:
                         with step.attempt():
                             step.backward(F.mse_loss(network(inputs), targets))
+                    optimizer.step()
+                    optimizer.zero_grad()
             counts.append((faults.runs, [str(one.message) for one in warned]))
         (first, told), (second, silent) = counts
         assert (first, second) == (10 * 2 + 3, 10 * 2)

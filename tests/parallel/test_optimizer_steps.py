@@ -23,6 +23,8 @@ from autosplit.parallel.epoch_steps import steps
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.solve.split import micro_batch_sizes
 
+pytestmark = pytest.mark.filterwarnings("ignore:No optimizer has stepped")  # the tests need gradients, no updates
+
 NUM_SAMPLES = 23
 INPUTS = torch.randn(NUM_SAMPLES, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randn(NUM_SAMPLES, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -323,14 +325,23 @@ class TestCounting:
         with raises(InputError, "batch-uncountable"):
             next(steps([batch], batch_size=3, effective_batch_size=6))
         step = next(steps([batch], batch_size=3, effective_batch_size=6, count=lambda _: 3))
-        assert step.num_samples == 3
+        assert step.num_samples == step.count == 3
 
     def test_a_count_makes_steps_of_so_many_micro_batches(self) -> None:
         made = steps([0, 1, 2, 3, 4], batch_size=4, effective_batch_size=8, count=lambda batch: 100 + batch)
-        first, second, third = (finish(step) for step in made)
-        assert first.micro_batch_sizes == (100, 101)
-        assert second.micro_batch_sizes == (102, 103)
-        assert third.micro_batch_sizes == (104,)
+        assert [(len(step), step.count) for step in map(finish, made)] == [(2, 201), (2, 205), (1, 104)]
+
+    @pytest.mark.parametrize("planned", [True, False], ids=["plan's sampler", "own loader"])
+    def test_num_samples_counts_samples_and_count_counts_tokens(self, planned: bool) -> None:
+        """With `count=`, num_samples was a number of tokens, so a loop's samples/s were too high."""
+        tokens = torch.arange(1, 11)
+        sampler = ScheduledBatchSampler(10, 4, 8) if planned else None
+        loader = DataLoader(tokens, **({"batch_sampler": sampler} if planned else {"batch_size": 4}))
+        made = [*map(finish, steps(loader, batch_size=4, effective_batch_size=8, count=lambda batch: batch.sum()))]
+        assert [(step.num_samples, step.count) for step in made] == [(8, 36), (2, 19)]
+        assert [step.micro_batch_sizes for step in made] == [(4, 4), (2,)]
+        plain = next(steps(loader, batch_size=4, effective_batch_size=8))
+        assert plain.num_samples == plain.count == 8
 
     def test_a_bad_count(self) -> None:
         with raises(InputError, "count-range", "count(batch)", "-1.5"):
@@ -380,6 +391,7 @@ class TestMistakes:
                     step.backward(torch.nn.functional.mse_loss(model(inputs), targets))
                     within()
                 optimizer.step()
+                optimizer.zero_grad()
 
         train(lambda: None)
         with raises(InputError, "update-between-micro-batches", "parameters were changed"):
@@ -446,6 +458,7 @@ class TestMistakes:
         with raises(InputError, "sampler-sizes"):
             steps(sampled_loader(4, 10), batch_size=batch_size, effective_batch_size=effective_batch_size)
 
+    @pytest.mark.filterwarnings("ignore:The data set has 3 samples, but the plan")
     @pytest.mark.parametrize("samples", [3, NUM_SAMPLES + 1])
     def test_a_sampler_of_another_data_set(self, samples: int) -> None:
         """Too many samples raised the loader's IndexError. Too few left samples out without a message."""

@@ -381,8 +381,8 @@ def means_over_nothing() -> tuple[list[torch.Tensor], list[int]]:
     with ddp.setup(make_plan((1, 7), 24)) as ctx:
         model = ctx.wrap(make_model())
         for step in ctx.steps(loader_of(ctx), count=kept_count):
-            counts.append(step.micro_batch_sizes[-1])
             for batch in step:
+                counts.append(kept_count(batch))
                 step.backward(kept_mean(model, batch))
             found.append(gradient(model).clone())
             model.zero_grad()
@@ -416,7 +416,7 @@ def recipe_module(classes: str) -> ModuleType:
 
 def streamed(sizes: tuple[int, ...], effective: int, num_samples: int) -> dict[str, Any]:
     """Run the README's own code. Return each step's gradient, the counts, and the warnings."""
-    found: dict[str, Any] = {"gradients": [], "steps": []}
+    found: dict[str, Any] = {"gradients": [], "steps": [], "num_samples": []}
     for_workers("test_ddp_exact")
     torch.multiprocessing.set_start_method("forkserver", force=True)
     classes, use = RECIPES[0].split("stream = ")
@@ -429,6 +429,7 @@ def streamed(sizes: tuple[int, ...], effective: int, num_samples: int) -> dict[s
         model = ctx.wrap(make_model())
         for step in ctx.steps(names["loader"]):
             found["steps"].append([])
+            found["num_samples"].append(step.num_samples)
             for inputs, targets, indices in step:
                 step.backward(loss_of(model, inputs, targets))
                 found["steps"][-1] += indices.tolist() if step.weight else []
@@ -599,6 +600,7 @@ class TestReadme:
         both = found_by(ranks, name)
         used = [[*itertools.chain(*parts)] for parts in zip(*(found["steps"] for found in both), strict=True)]
         for found in both:
+            assert found["num_samples"] == [len(batch) for batch in used]
             for got, batch in zip(found["gradients"], used, strict=True):
                 reference = make_model()
                 loss_of(reference, INPUTS[batch], TARGETS[batch]).backward()

@@ -19,7 +19,7 @@ from ranks import found_by, job_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
 
 from autosplit import ddp
 
@@ -168,9 +168,11 @@ def with_chosen_samples(how: str) -> str | list[int]:
     """Train on samples that a SubsetRandomSampler chooses, and return this rank's samples, or the error."""
     with job() as ctx:
         model, seen = ctx.wrap(Net()), []
-        chosen = range(30) if how == "the same samples" else range(15 * ctx.rank, 15 * ctx.rank + 15)
+        chosen = range(30) if how == "the same samples" else (range(28), range(28, 32))[ctx.rank]
         loader = DataLoader(
-            TensorDataset(INPUTS, LABELS, torch.arange(NUM_SAMPLES)), 5, sampler=SubsetRandomSampler(chosen)
+            TensorDataset(INPUTS, LABELS, torch.arange(NUM_SAMPLES)),
+            ctx.settings.batch_size,
+            sampler=SubsetRandomSampler(chosen),
         )
         try:
             for step in ctx.steps(loader):
@@ -337,7 +339,34 @@ def evaluated_by_one_rank() -> list[bool]:
         return equal
 
 
+def with_own_sampler(batch_size: int | None) -> Any:
+    """Pass a DataLoader with its own DistributedSampler, and a batch size or the plan's. Return the error."""
+    with job() as ctx:
+        ctx.wrap(Net())
+        data = TensorDataset(INPUTS, LABELS)
+        size = batch_size or ctx.settings.batch_size
+        try:
+            next(iter(ctx.steps(DataLoader(data, batch_size=size, sampler=DistributedSampler(data)))))
+        except InputError as error:
+            return str(error)
+    return ""
+
+
+def with_outer_wrapper() -> Any:
+    """Wrap the model of `ctx.wrap` in DistributedDataParallel. Return the error."""
+    with job() as ctx:
+        model = DistributedDataParallel(ctx.wrap(Net()))
+        try:
+            model(INPUTS[:2])
+        except InputError as error:
+            return str(error)
+    return ""
+
+
 SCENARIOS: dict[str, Callable[[], Any]] = {
+    "outer wrapper": with_outer_wrapper,
+    "own batch size": lambda: with_own_sampler(6),
+    "own sampler": lambda: with_own_sampler(None),
     **{how: lambda how=how: with_wrapped_loader(how) for how in WRAPPED},
     **{how: lambda how=how: with_chosen_samples(how) for how in ("the same samples", "own samples")},
     "steps": with_bar_around_steps,
@@ -366,9 +395,28 @@ def test_a_sampler_that_chooses_the_same_samples_on_each_rank_is_refused(ranks):
     """Each rank drew all 30 training samples: 48 were trained in an epoch, 18 of them twice."""
     for text in found_by(ranks, "the same samples"):
         assert "ctx.loader(Subset(dataset, sampler.indices))" in text
-    assert found_by(ranks, "own samples") == [[*range(15)], [*range(15, 30)]]
+    assert found_by(ranks, "own samples") == [[*range(28)], [*range(28, 32)]]
 
 
+def test_a_loader_with_its_own_batch_size_is_refused(ranks):
+    """The plan had 7 and 1 samples, but both ranks trained on 6, without a message."""
+    for text, planned in zip(found_by(ranks, "own batch size"), (7, 1), strict=True):
+        assert text.startswith(f"The DataLoader has batch_size=6, but the plan's micro-batches have {planned} samples")
+        assert "Call ctx.steps(ctx.loader(loader)), which uses the plan's sizes." in text
+
+
+def test_a_wrapper_around_the_wrapped_model_is_refused(ranks):
+    """Plain DDP averaged the gradient of each micro-batch again: weights were 3e-2 off, without a message."""
+    for text in found_by(ranks, "outer wrapper"):
+        assert text.startswith("The model that ctx.wrap returned is in another DistributedDataParallel")
+
+
+def test_a_sampler_that_divides_equally_is_refused(ranks):
+    for text in found_by(ranks, "own sampler"):
+        assert "gives each rank the same number of samples, but the plan has 7, 1." in text
+
+
+@pytest.mark.filterwarnings("ignore:No optimizer has stepped")
 @pytest.mark.parametrize("how", WRAPPED)
 def test_plan_steps_refuses_the_same_loaders(how):
     """The sampler did not learn what was consumed, so a resumed epoch of 45 samples trained 77."""
@@ -388,6 +436,7 @@ def run(steps: Any) -> int:
     return number
 
 
+@pytest.mark.filterwarnings("ignore:No optimizer has stepped")
 def test_other_loaders_are_not_refused():
     """A repeated batch, a validation between the steps, and a user's own batches have no schedule to hide."""
     plan = make_plan((7, 1), EFFECTIVE)

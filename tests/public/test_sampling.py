@@ -26,6 +26,8 @@ from torch.utils.data import (
 
 from autosplit import ddp
 
+pytestmark = pytest.mark.filterwarnings("ignore:No optimizer has stepped")  # the tests need gradients, no updates
+
 JOBS = [
     # split, effective batch, samples of the data set
     ((4,), 4, 45),
@@ -70,6 +72,7 @@ class TestOneProcess:
         sampler = make_plan(split, effective).batch_sampler(count, drop_last=True)
         assert sum(map(len, sampler)) == count - count % effective
 
+    @pytest.mark.filterwarnings("ignore:The data set has 45 samples, but the plan has 64")
     @ALL_JOBS
     def test_gradients_are_those_of_the_whole_step(self, split, effective, count):
         plan = make_plan(split, effective)

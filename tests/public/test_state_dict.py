@@ -281,3 +281,13 @@ def test_two_states_in_one_are_refused():
     state = nn.Linear(3, 3).state_dict()
     state["_orig_mod.weight"] = torch.zeros(3, 3)
     assert "weight" in refusal(state)
+
+
+def test_a_plain_state_dict_in_the_wrapper_names_the_call_that_loads_it():
+    plain = nn.Linear(3, 3)
+    wrapper = BalancedDataParallel(None, nn.Linear(3, 3), ["cpu", "cpu"], split=(2, 1))
+    with pytest.raises(RuntimeError, match="Missing key") as caught:
+        wrapper.load_state_dict(plain.state_dict())
+    assert "autosplit.matching_state_dict(model, state)" in caught.value.autosplit_advice
+    wrapper.load_state_dict(matching_state_dict(wrapper, plain.state_dict()))
+    assert torch.equal(wrapper.module.weight, plain.weight)

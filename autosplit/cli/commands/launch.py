@@ -6,13 +6,14 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from autosplit.cli.named_plan import plan_file
 from autosplit.cli.output import Manner, note, print_json
 from autosplit.errors import InputError
 from autosplit.launcher import STARTER_VARIABLE
-from autosplit.plan.torchrun import command_for
+from autosplit.plan.torchrun import NEWEST_VARIABLE, PLAN_VARIABLE, command_for
 from autosplit.text import printable
 
 
@@ -20,9 +21,15 @@ def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None,
     """Replace this process with torchrun, or print torchrun's command as a shell command line or as JSON."""
     from autosplit.ddp.find_plan import described, plan_for_job
 
+    if plan is None and "--plan" in arguments:
+        note(
+            "--plan stands after the script, so the script gets it. Put autosplit's options before the script.", manner
+        )
     found, path = plan_for_job(None if plan is None else str(plan_file(plan)))
     assert path is not None, "only a plan that was passed as an object has no file"
     job = command_for(found, path, arguments)
+    if plan is None and not os.environ.get(PLAN_VARIABLE):
+        job = replace(job, variables={**job.variables, NEWEST_VARIABLE: "1"})
     description = printable(f"{described(found)}, {path}")
     if manner.as_json:
         from autosplit.cli.json_types import LaunchCommand
@@ -46,6 +53,7 @@ def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None,
     sys.stdout.flush()
     sys.stderr.flush()
     # torchrun replaces this process, so that it gets the signals and sets the exit code. Its process id stays the same.
-    environment = {**os.environ, **job.variables, STARTER_VARIABLE: str(os.getpid())}
+    inherited = {name: value for name, value in os.environ.items() if name != NEWEST_VARIABLE}
+    environment = {**inherited, **job.variables, STARTER_VARIABLE: str(os.getpid())}
     os.execve(job.command[0], list(job.command), environment)  # noqa: S606 - our own command
     raise AssertionError("execve replaces this process")

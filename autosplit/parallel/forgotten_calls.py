@@ -1,0 +1,105 @@
+"""Warn once if a training loop forgets `optimizer.step()` or `zero_grad()`, or divides the loss itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from autosplit.errors import warn_user
+from autosplit.parallel.awaited_update import StepsWarning, optimizers_since, updates_by_optimizer
+from autosplit.parallel.loss_graph import outer_factor
+from autosplit.parallel.optimizer_steps import OptimizerStep
+from autosplit.parallel.step_listener import StepListener
+
+ROUNDING = 1e-6
+"""Largest relative difference between a factor of the loss and the factor of `step.backward`."""
+
+
+class ForgottenCalls(StepListener):
+    """Listen to the first two steps of a loop, and warn in the second step.
+
+    A loop may clear the gradients at the end of a step, at its beginning, or before its only micro-batch. Optimizers
+    may take turns. So a gradient was forgotten only if the second step begins with it, and a backward adds to it.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[OptimizerStep] = []
+        self._updates: Counter[int] = Counter()
+        self._has_drawn = self._has_looked = False
+        self._left: _Gradient | None = None
+
+    def follow(self, step: OptimizerStep) -> None:
+        """Listen to a step, if it is one of the first two."""
+        if len(self._steps) < 2:
+            self._steps.append(step)
+            step.listeners.append(self)
+
+    def draw(self, is_last: bool) -> None:  # noqa: ARG002
+        """Copy a gradient that the second step begins with."""
+        if len(self._steps) == 2 and not self._has_drawn:
+            self._has_drawn = True
+            self._left = _left_over(self._updates)
+
+    def first_loss(self, loss: Tensor, samples: int, weight: float) -> None:  # noqa: ARG002
+        """Warn if the loss of the first step is divided by a number by which `step.backward` divides it, too."""
+        step, factor = self._steps[-1], outer_factor(loss)
+        divisors = [number for number in (len(step), step.num_ranks, 1 / weight) if number > 1]
+        if len(self._steps) == 1 and factor and any(abs(factor * number - 1) < ROUNDING for number in divisors):
+            warn_user(
+                f"The loss is multiplied by {factor:.3g}, but step.backward(loss) weights each of the {len(step)} "
+                f"micro-batches and {step.num_ranks} ranks itself. Pass the mean loss of the micro-batch.",
+                StepsWarning,
+            )
+
+    def begin_backward(self, loss: Tensor) -> None:  # noqa: ARG002
+        """Count the updates before the first step's last backward. In the second step, look for a missing update."""
+        if len(self._steps) < 2:
+            self._updates = updates_by_optimizer()
+        elif not self._has_looked:
+            self._has_looked = True
+            if self._left is not None and not self._left.is_unchanged():
+                self._left = None  # the loop has cleared it
+            first = self._steps[0]
+            if first.awaited.is_missing():
+                warn_user(
+                    f"No optimizer has stepped since optimizer step {first.index}, so the parameters did not change. "
+                    "Expected one update per step. Call optimizer.step() and optimizer.zero_grad() after the inner "
+                    "loop.",
+                    StepsWarning,
+                )
+
+    def finish(self, count: float) -> None:  # noqa: ARG002
+        """Warn if the second step has added to a gradient of the first step."""
+        if len(self._steps) == 2 and self._left is not None and not self._left.is_unchanged():
+            first, second = (step.index for step in self._steps)
+            warn_user(
+                f"Optimizer step {second} adds its gradient to the gradient of step {first}, which was not cleared. "
+                "Expected cleared gradients. Call optimizer.zero_grad() after optimizer.step().",
+                StepsWarning,
+            )
+        if len(self._steps) == 2:
+            self._left = None
+
+
+class _Gradient:
+    """A parameter's gradient, with a copy of its values. To compare them waits for the device."""
+
+    def __init__(self, parameter: Tensor, values: Tensor) -> None:
+        self._parameter, self._values = parameter, values.detach().clone()
+
+    def is_unchanged(self) -> bool:
+        grad = self._parameter.grad
+        return grad is not None and torch.equal(grad, self._values)
+
+
+def _left_over(before: Counter[int]) -> _Gradient | None:
+    """Return the smallest gradient of an optimizer that has stepped since `before`, if it is not zero."""
+    for optimizer in optimizers_since(before):
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        plain = [one for one in parameters if type(one.grad) is Tensor and one.grad.layout == torch.strided]
+        if plain:
+            smallest = min(plain, key=lambda one: int(one.numel()))
+            return _Gradient(smallest, smallest.grad) if bool(smallest.grad.count_nonzero()) else None
+    return None
