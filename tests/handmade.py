@@ -115,6 +115,15 @@ def solved_plan(split: tuple[int, ...] = (100, 156), *, kind: str = "cuda", **ch
     return replace(solved, **changes)
 
 
+def led_by_ddp(plan: Plan, *sizes: int) -> Plan:
+    """Return a solved plan whose DDP settings are twice as fast as its split, so that DDP is recommended."""
+    ranks = tuple(
+        replace(rank, batch_size=size) for rank, size in zip(plan.ddp.ranks, sizes or (128, 128), strict=True)
+    )
+    ddp = replace(plan.ddp, ranks=ranks, samples_per_s=20469.0, even_samples_per_s=10000.0, fit=plan.fit)
+    return replace(plan, ddp=ddp)
+
+
 CARD = Card(
     device="cuda:0",
     name="NVIDIA H200",

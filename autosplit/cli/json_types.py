@@ -1,4 +1,4 @@
-"""Define the types of the commands' ``--json`` output. docs/json.md and docs/json-schema.json use them."""
+"""Define the types of the commands' ``--json`` output. docs/json-schema.json describes them."""
 
 from __future__ import annotations
 

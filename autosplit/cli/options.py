@@ -111,7 +111,7 @@ def settings_of(declaration: str, text: str) -> tuple[list[str], dict[str, Any]]
 
 HELP = {"-h --help": "Print this help and exit."}
 OF_ALL = {
-    "--json": "Print only JSON on stdout. docs/json.md describes the keys.",
+    "--json": "Print only JSON on stdout. docs/json-schema.json describes the keys.",
     "--quiet": "Print the result, and only errors on stderr.",
     "--verbose": "Log every step and its reason on stderr.",
     **HELP,

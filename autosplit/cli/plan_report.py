@@ -23,8 +23,9 @@ from autosplit.cli.tables import (
 )
 from autosplit.devices.catalog import SIMULATED_ERRORS, UNMEASURED_RATES
 from autosplit.plan.explanation import BINDING_SHARE, loader_target
-from autosplit.plan.plan import Plan
+from autosplit.plan.plan import Plan, chosen_step_text
 from autosplit.plan.record import RankSettings, shares_processor
+from autosplit.plan.strategy import recommended_plan, recommends_ddp
 from autosplit.solve.split import even_split
 from autosplit.text import bound_text, counted_text, listed, ms_text, printable, rate_text, tuple_text
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from autosplit.plan.explanation import Explanation
+    from autosplit.solve.trial import Trial
 
 MOST_REASONS = 2
 """Largest number of reasons in the short report. At 80 columns, a limit takes one line, and the time costs take two."""
@@ -43,6 +45,12 @@ MOST_NOTE_LINES = 3
 
 With this number, two devices and three lines of reasons, the report has 24 lines.
 """
+
+EQUAL_DEVICES = (
+    "The devices are equal, so the split gains nothing. The plan has the largest useful batch and the accumulation "
+    "steps."
+)
+"""The first sentence about a plan if `are_equal` holds."""
 
 REMARKS = (UNMEASURED_RATES,)
 """Kinds of notes that only the full report shows, because they require no action."""
@@ -60,32 +68,39 @@ def short_report(plan: Plan, origin: Origin) -> Group:
     """Build the short report: devices, numbers, gain, reasons, notes that require action, and the next command."""
     from rich.console import Group
 
+    both, plan = plan, recommended_plan(plan)
     explanation = plan.explain()
     ways = [text for subject, text in explanation.sentences().items() if subject == "ways"]
     return Group(
         *_status(plan),
         _device_table(plan),
-        pairs_table([*_short_numbers(plan), *_strategies(plan, explanation)], _styles(plan)),
-        *_section("why", [*_unused_lines(plan), *[*ways, *explanation.reasons()][:MOST_REASONS], *_limit_lines(plan)]),
+        pairs_table([*_short_numbers(plan), *strategies(both)], _styles(plan)),
+        *_section("why", [*unused_lines(plan), *[*ways, *explanation.reasons()][:MOST_REASONS], *limit_lines(plan)]),
         *_section("notes", _notes_to_act_on(plan), "bold yellow"),
-        *_pasted("", _next_lines(plan, origin)),
+        *_pasted("", _next_lines(both, origin)),
     )
 
 
 def full_report(plan: Plan, origin: Origin) -> Group:
-    """Build the full report: the short report, plus DDP's numbers, all reasons and notes, and lines to paste."""
+    """Build the full report: the short report, plus the other strategy, all reasons and notes, and lines to paste."""
     from rich.console import Group
 
+    both, plan = plan, recommended_plan(plan)
     explanation = plan.explain()
     notes = [*check_lines(plan.checks), *map(str, plan.notes), *(SIMULATED_ERRORS if plan.simulated else ())]
+    other = (
+        ("BalancedDataParallel", [_balanced_line(both)])
+        if both is not plan
+        else (ddp_heading(explanation), ddp_lines(plan))
+    )
     return Group(
         *_status(plan),
         _device_table(plan),
-        pairs_table(all_numbers(plan), _styles(plan)),
-        *_section(ddp_heading(explanation), ddp_lines(plan)),
-        *_section("explained", [*_unused_lines(plan), *explained_lines(explanation), *_limit_lines(plan)]),
+        pairs_table([*all_numbers(plan, both.trials), *strategies(both)], _styles(plan)),
+        *_section(*other),
+        *_section("explained", [*unused_lines(plan), *explained_lines(explanation), *limit_lines(plan)]),
         *_section("notes", notes, "bold yellow"),
-        *_pasted("on the machine that has the GPUs" if plan.simulated else "to use it", paste_lines(plan, origin)),
+        *_pasted("on the machine that has the GPUs" if plan.simulated else "to use it", paste_lines(both, origin)),
     )
 
 
@@ -94,13 +109,22 @@ def _status(plan: Plan) -> Iterator[Text]:
 
     if plan.simulated:
         yield Text("simulated: predicted for GPUs that this machine does not have", "yellow")
+    if are_equal(plan):
+        yield Text(EQUAL_DEVICES)
     if not plan.complete:
         yield Text("interrupted: the best plan so far", "yellow")
 
 
+def are_equal(plan: Plan) -> bool:
+    """Return whether the plan has several devices of one kind, with an even split."""
+    kinds = {(device.name, device.capacity_bytes) for device in plan.devices}
+    is_even = plan.split == even_split(plan.batch_size, len(plan.split))
+    return len(plan.devices) > 1 and len(kinds) == 1 and is_even
+
+
 def _styles(plan: Plan) -> dict[str, str]:
-    gain = {} if shares_processor(plan) else {"gain": "green", "with DDP": "green"}
-    return {**gain, "recommended": "bold green"}
+    gain = {} if shares_processor(plan) else {"gain": "green"}
+    return {**gain, "strategy": "bold green"}
 
 
 def _section(heading: str, lines: Sequence[str], style: str = "bold") -> Iterator[RenderableType]:
@@ -119,16 +143,18 @@ def _pasted(heading: str, lines: Sequence[str]) -> Iterator[Text]:
         yield Text(printable(line, longest=None), no_wrap=True, overflow="ignore")
 
 
-def _strategies(plan: Plan, explanation: Explanation) -> Iterator[tuple[str, str]]:
-    ddp = plan.ddp
-    if plan.region is None or len(plan.devices) == 1 or not ddp.ranks or shares_processor(plan):
+def strategies(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield the recommended strategy, with the throughput of the other one. `plan` is the plan as it was found."""
+    if plan.fastest is None:
         return
-    yield "with DDP", f"{rate_text(ddp.samples_per_s)} (predicted){_gain_over_equal_ranks(plan)}"
-    gain = ddp.samples_per_s / plan.samples_per_s
-    if explanation.fastest == "ddp" and gain > 1 + BINDING_SHARE:
-        yield "recommended", f"DDP with autosplit launch, {gain:.2f} times BalancedDataParallel"
-    else:
-        yield "recommended", "BalancedDataParallel: model = plan.wrap(model)"
+    ratio = plan.ddp.samples_per_s / plan.samples_per_s
+    if recommends_ddp(plan):
+        compared = f"{ratio:.2f} times BalancedDataParallel, {rate_text(plan.samples_per_s)}"
+        yield "strategy", f"DDP (autosplit launch): {compared}"
+        return
+    known = "" if plan.ddp.measured else " (predicted)"
+    compared = "as fast as DDP, in one process" if abs(ratio - 1) <= BINDING_SHARE else f"{1 / ratio:.2f} times DDP"
+    yield "strategy", f"BalancedDataParallel (plan.wrap): {compared}, {rate_text(plan.ddp.samples_per_s)}{known}"
 
 
 def _gain_over_equal_ranks(plan: Plan) -> str:
@@ -136,19 +162,27 @@ def _gain_over_equal_ranks(plan: Plan) -> str:
     return "" if even is None else f", {plan.ddp.samples_per_s / even:.2f} times equal ranks"
 
 
-def _unused_lines(plan: Plan) -> list[str]:
+def _balanced_line(plan: Plan) -> str:
+    forwards = counted_text(plan.accumulation_steps, "forward")
+    return f"split {shares_text(plan.split)}, {forwards}, {rate_text(plan.samples_per_s)}, {_gain_text(plan)}"
+
+
+def unused_lines(plan: Plan) -> list[str]:
+    """Return a sentence for each reason why devices get no samples."""
     unused = [device for device in plan.devices if not device.share]
     full = [device.label for device in unused if not device.ceiling.batch_size]
     slow = [device.label for device in unused if device.ceiling.batch_size]
     lines = [f"{listed(full, 4)} has too little memory for the model and one sample."] if full else []
     if slow:
-        line = f"{listed(slow, 4)} gets no samples, because copying the model there takes longer than it saves."
+        verb = "gets" if len(slow) == 1 else "get"
+        line = f"{listed(slow, 4)} {verb} no samples, because copying the model there takes longer than it saves."
         line += "" if plan.ddp.ranks else " A larger effective batch may use more devices."
         lines.append(line + " DDP uses all devices." * (plan.ddp.samples_per_s > plan.samples_per_s))
     return lines
 
 
-def _limit_lines(plan: Plan) -> list[str]:
+def limit_lines(plan: Plan) -> list[str]:
+    """Return a sentence for each kind of ceiling that memory does not limit."""
     limits = {device.ceiling.limited_by for device in plan.devices}
     lines = {
         "max_batch_size": "A ceiling with + is the largest batch that was tried. A larger batch may fit.",
@@ -230,7 +264,9 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     shorter = "" if last == plan.batch_size else f" (the last of {counted_text(last, 'sample')})"
     rows.append(("accumulation_steps", f"{plan.accumulation_steps}{shorter}"))
     rows.append(("effective batch", f"{counted_text(plan.effective_batch_size, 'sample')} per optimizer step"))
-    rows.append(("throughput", f"{rate_text(plan.samples_per_s)}{' (simulated)' if plan.simulated else ''}"))
+    if chosen := chosen_step_text(plan):
+        rows.append(("", chosen))
+    rows.append(("throughput", f"{rate_text(plan.samples_per_s)}{_origin_text(plan)}"))
     if plan.checkpointed:
         names = plan.checkpointed
         to = f" to {names[-1]}" if len(names) > 1 else ""
@@ -259,27 +295,41 @@ def _short_numbers(plan: Plan) -> Iterable[tuple[str, str]]:
     return numbers.items()
 
 
-def all_numbers(plan: Plan) -> list[tuple[str, str]]:
+def all_numbers(plan: Plan, trials: Sequence[Trial] = ()) -> list[tuple[str, str]]:
     """Return the numbers of the full report, with `gpu0_bsz` and the effort of the search."""
     rows = _numbers(plan)
-    if len(plan.devices) > 1:
+    if len(plan.devices) > 1 and plan.region is not None:
         rows.append(("gpu0_bsz", f"{plan.gpu0_bsz}"))
     known = [(device.label, device.rates) for device in plan.devices if device.rates]
     if known:
         rows.append(("rates", rates_text(*zip(*known, strict=True))))
-    if plan.trials:
-        rows.append(("found with", _effort_text(plan)))
+    if trials or plan.trials:
+        rows.append(("found with", _effort_text(plan, trials or plan.trials)))
     return rows
 
 
+def _origin_text(plan: Plan) -> str:
+    """Return whether the plan's throughput was simulated or predicted. If it was measured, return nothing."""
+    is_predicted = plan.region is None and len(plan.ddp.ranks) > 1 and not plan.ddp.measured
+    return " (simulated)" if plan.simulated else " (predicted)" if is_predicted else ""
+
+
 def _gain_text(plan: Plan) -> str:
-    even = even_split(plan.batch_size, len(plan.split))
+    """Compare the plan with the even split and with the fastest device alone."""
     if shares_processor(plan):
         return "none is reported, because these devices share one CPU"
+    alone = max(plan.explain().alone, key=lambda one: one.samples_per_s, default=None)
+    over = "" if alone is None else f", {alone.gain:.2f} times {alone.devices[0]} alone"
+    return f"{_gain_over_even(plan)}{over}"
+
+
+def _gain_over_even(plan: Plan) -> str:
+    even = even_split(plan.batch_size, len(plan.split))
     if plan.split == even:
-        return "none, because the even split is the fastest"
+        return "none over the even split, which is the fastest"
     if plan.even_samples_per_s is None and plan.region is None and plan.ddp.even_samples_per_s is not None:
-        return f"{plan.samples_per_s / plan.ddp.even_samples_per_s:.2f} times equal ranks (predicted)"
+        gain = plan.samples_per_s / plan.ddp.even_samples_per_s
+        return f"{gain:.2f} times equal ranks{'' if plan.simulated else ' (predicted)'}"
     if plan.even_samples_per_s is not None:
         return f"{plan.samples_per_s / plan.even_samples_per_s:.2f} times the even split {shares_text(even)}"
     pairs = zip(plan.devices, even, plan.ceilings, strict=True)
@@ -289,9 +339,9 @@ def _gain_text(plan: Plan) -> str:
     return f"the even split {shares_text(even)} was not run"
 
 
-def _effort_text(plan: Plan) -> str:
-    failed = sum(trial.failure is not None for trial in plan.trials)
-    text = counted_text(len(plan.trials), "trial") + (f" ({failed} failed)" if failed else "")
+def _effort_text(plan: Plan, trials: Sequence[Trial]) -> str:
+    failed = sum(trial.failure is not None for trial in trials)
+    text = counted_text(len(trials), "trial") + (f" ({failed} failed)" if failed else "")
     if plan.simulated and not plan.real_steps:
         return f"{text}, no real step"
     return f"{text}, {counted_text(plan.real_steps, 'real step')}, {plan.real_ooms} out of memory"

@@ -164,12 +164,12 @@ def users_errors(spec: str) -> Iterator[None]:
         raise from_user_code(error, f"the code of {spec}") from error
 
 
-def tuned_quietly(spec: str, workload: object, **keywords: Any) -> Plan:
+def tuned_quietly(spec: str, workload: Any, **keywords: Any) -> Plan:
     """Tune without the warnings that the report repeats."""
     from autosplit.tuning import tune as tuning
 
     with users_errors(spec), warnings.catch_warnings():
-        for category in (tuning.ChangedTrainingWarning, tuning.DoubtfulTimesWarning):
+        for category in (tuning.AssumedLossWarning, tuning.ChangedTrainingWarning, tuning.DoubtfulTimesWarning):
             warnings.simplefilter("ignore", category)
         return tuning.tune(workload, **keywords)
 

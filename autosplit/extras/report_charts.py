@@ -1,6 +1,7 @@
 """Describe the charts of a plan's page in Vega-Lite, as dictionaries that Vega draws in the browser.
 
-Colours are CSS variables of the page. Marks also differ in shape or hatching, for readers who can't see the colours.
+The charts show the recommended strategy. Only the comparison of throughputs also shows the other strategy. Colours are
+CSS variables of the page. Marks also differ in shape or hatching, for readers who can't see the colours.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from autosplit.plan.charts import (
     MEMORY_PARTS,
@@ -21,8 +22,10 @@ from autosplit.plan.charts import (
     short,
     unit_of,
 )
+from autosplit.plan.explain import explanation_of
 from autosplit.plan.explanation import Explanation
 from autosplit.plan.record import PlanDevice, PlanRecord
+from autosplit.plan.strategy import recommended_plan
 from autosplit.solve.trial import Trial
 from autosplit.text import counted_text, rate_text, size_text, tuple_text, visible
 
@@ -30,6 +33,7 @@ MOST_LINES = 6
 """Largest number of device kinds whose memory is drawn."""
 
 Spec = dict[str, Any]
+T = TypeVar("T")
 
 _ROLES = {"primary": "the first device", "replica": "a replica", "rank": "a rank", "eval": "evaluation"}
 _LIMITS = {
@@ -45,7 +49,7 @@ _COLORS = {label: f"var(--{color})" for _, label, color in MEMORY_PARTS} | {
     "free": "transparent",
     "reserve": "url(#hatch)",
 }
-_AXIS = {"gridColor": _GRID, "domainColor": _MUTED, "tickColor": _MUTED, "tickCount": 5}
+_AXIS = {"gridColor": _GRID, "domainColor": _MUTED, "tickColor": _MUTED, "tickCount": 5, "labelSeparation": 8}
 _TEXT = {"labelColor": _INK, "titleColor": _INK, "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"}
 _LEGEND = {"orient": "bottom", "title": None, "columns": 2, "columnPadding": 24, "labelLimit": 0}
 CONFIG = {
@@ -73,24 +77,44 @@ class Chart:
 
     Attributes:
         text: Description of the chart in a few sentences, for readers who can't see it.
-        spec: The chart in Vega-Lite. None if nothing can be drawn. Then `text` has the reason.
+        spec: The chart in Vega-Lite.
     """
 
     name: str
     title: str
     text: str
-    spec: Spec | None = None
+    spec: Spec
 
 
-def charts_of(plan: PlanRecord, explanation: Explanation) -> tuple[Chart, ...]:
-    """Describe the charts of a plan, in the page's order."""
-    return (
+def charts_of(plan: PlanRecord) -> tuple[Chart, ...]:
+    """Describe the charts of a plan, in the page's order. A chart without data is left out."""
+    both, plan = plan, recommended_plan(plan)
+    explanation = explanation_of(plan)
+    charts = (
         _devices_chart(plan),
         *_memory_charts(plan),
+        _rates_chart(plan, both, explanation),
         _trials_chart(plan),
         _landscape_chart(plan) if len(plan.devices) > 1 else _curve_chart(plan),
-        _rates_chart(plan, explanation),
     )
+    return tuple(chart for chart in charts if chart is not None)
+
+
+def runs_of(devices: Iterable[PlanDevice], figures: Iterable[T]) -> Iterator[tuple[list[PlanDevice], T]]:
+    """Yield each run of devices with equal names and equal figures, and these figures."""
+    pairs = zip(devices, figures, strict=True)
+    for (_, figure), run in itertools.groupby(pairs, key=lambda pair: (pair[0].name, pair[1])):
+        yield [device for device, _ in run], figure
+
+
+def name_of(run: Sequence[PlanDevice]) -> str:
+    """Name a device, or count equal devices: ``sim:0 RTX3090``, ``4 x RTX3090 (sim:0 to 3)``."""
+    first, last = run[0], run[-1]
+    name = short(first.name)
+    if len(run) == 1:
+        return first.label if first.kind == "cpu" else f"{first.label} {name}"
+    is_range = last.index - first.index == len(run) - 1  # devices of several machines may have the same labels
+    return f"{len(run)} x {name}" + (f" ({first.label} to {last.index})" if is_range else "")
 
 
 def _chart(name: str, title: str, text: str, height: int | Spec, *layers: Spec) -> Chart:
@@ -141,21 +165,21 @@ def _named(names: Iterable[tuple[str, str]]) -> Iterator[Spec]:
 def _devices_chart(plan: PlanRecord) -> Chart:
     text = (
         "Each bar is the memory of a device: the peak of the plan's step, the free rest, and the reserve. The thick "
-        "line is the peak at the device's ceiling. The table of devices has the figures."
+        "line is the peak at the device's ceiling. Equal devices have one bar. The table of devices has the figures."
     )
     bars, ceilings, names = [], [], []
     unit, factor = unit_of(max(device.memory_bytes for device in plan.devices))
-    for row, device in enumerate(plan.devices):
-        end = 0
+    figures = [(one.share, one.memory_bytes, segments(one), one.ceiling.peak_bytes) for one in plan.devices]
+    for row, (run, _) in enumerate(runs_of(plan.devices, figures)):
+        device, who, end = run[0], _who(run), 0
         for kind, nbytes in segments(device):
             start, end = end, end + nbytes
-            said = f"{device.label}: {kind}, {size_text(nbytes)}"
+            said = f"{who}: {kind}, {size_text(nbytes)}"
             bars.append({"row": row, "kind": kind, "x": start / factor, "end": end / factor, "text": said})
         line = device.ceiling
-        said = f"{device.label}: ceiling {line.batch_size:,} samples, {size_text(line.peak_bytes)}"
+        said = f"{who}: ceiling {line.batch_size:,} samples, {size_text(line.peak_bytes)}"
         ceilings.append({"row": row, "x": line.peak_bytes / factor, "text": said})
-        name = f"{device.label} {short(device.name)}" if device.kind != "cpu" else device.label
-        names.append((name, f"{size_text(device.peak_bytes)} of {size_text(device.memory_bytes)}"))
+        names.append((name_of(run), f"{size_text(device.peak_bytes)} of {size_text(device.memory_bytes)}"))
     shown = {kind: color for kind, color in _COLORS.items() if any(bar["kind"] == kind for bar in bars)}
     x = _axis(f"memory, {unit}", grid=False)
     legend = {"symbolStrokeColor": _MUTED, "symbolStrokeWidth": 1}
@@ -181,15 +205,17 @@ def _memory_charts(plan: PlanRecord) -> list[Chart]:
         line = device.ceiling
         kind = (device.name, device.capacity_bytes, line.role, line.batch_size, line.fixed_bytes, line.bytes_per_sample)
         kinds.setdefault(kind, []).append(device)
-    return [_memory_chart(plan, f"line{index}", alike) for index, alike in enumerate([*kinds.values()][:MOST_LINES])]
+    shown = [alike for alike in kinds.values() if alike[0].ceiling.batch_size][:MOST_LINES]
+    return [_memory_chart(plan, f"line{index}", alike) for index, alike in enumerate(shown)]
+
+
+def _who(run: Sequence[PlanDevice]) -> str:
+    return run[0].label if len(run) == 1 else f"each {short(run[0].name)}"
 
 
 def _memory_chart(plan: PlanRecord, place: str, alike: list[PlanDevice]) -> Chart:
     first, line = alike[0], alike[0].ceiling
-    who = first.label if len(alike) == 1 else f"{first.label} and {counted_text(len(alike) - 1, 'identical device')}"
-    title = f"Memory by samples: {who}" + ("" if first.kind == "cpu" else f" ({short(first.name)})")
-    if line.batch_size < 1:
-        return Chart(place, title, f"The chart has no line, because not even one sample fits on {who} in this plan.")
+    title, who = f"Memory by samples: {name_of(alike)}", _who(alike)
     fixed, slope, has_others = line_of(plan, first)
     has_capacity = line.capacity_bytes <= 4 * max(line.peak_bytes, first.peak_bytes)  # else it would flatten the line
     dashed = " (dashed)" if has_capacity else ", far above the chart"
@@ -266,12 +292,10 @@ def _kind_of(plan: PlanRecord, trial: Trial) -> str:
     return "this plan" if is_plan else _measured(plan)
 
 
-def _trials_chart(plan: PlanRecord) -> Chart:
-    title = "Throughput over the trials"
+def _trials_chart(plan: PlanRecord) -> Chart | None:
     ran = [(trial, trial.samples_per_s) for trial in plan.trials if trial.samples_per_s is not None]
     if not ran:
-        why = "No trial finished." if plan.trials else "The plan was computed from measurements, without trials."
-        return Chart("trials", title, why)
+        return None
     rates = [rate for _, rate in ran]
     failed = len(plan.trials) - len(ran)
     text = f"{counted_text(len(ran), 'trial')} ran. The best reached {rate_text(max(rates))} ({_measured(plan)}). "
@@ -293,23 +317,22 @@ def _trials_chart(plan: PlanRecord) -> Chart:
     layers = [_layer(best, line, x=x, y=y), _marks(marks, x, y)]
     if errors:
         layers.insert(1, _layer(errors, {"type": "rule", "color": "var(--c1)"}, x=x, y=y, y2={"field": "low"}))
-    return _chart("trials", title, text, 230, *layers)
+    return _chart("trials", "Throughput over the trials", text, 230, *layers)
 
 
 # ------------------------------------------------------------------------------------------------------- landscape
 
 
-def _landscape_chart(plan: PlanRecord) -> Chart:
-    title = "Throughput by gpu0_bsz and batch_size"
-    if plan.fit is None or plan.region is None:
-        why = "DDP ranks have no gpu0_bsz" if plan.region is None else "the plan has no time model"
-        return Chart("landscape", title, f"This chart is empty, because {why}.")
+def _landscape_chart(plan: PlanRecord) -> Chart | None:
+    if plan.fit is None or plan.region is None:  # ranks of DDP have no gpu0_bsz
+        return None
     found = landscape_of(plan, plan.fit, plan.region)
     if min(len(found.shares), len(found.batches), len(set(found.rates.values()))) < 2:
-        return Chart("landscape", title, "This chart is empty, because only one configuration fits.")
+        return None
     text = (
-        "Predicted throughput for each gpu0_bsz and batch_size, as a percentage of the best. Configurations that do "
-        "not fit are empty. Dots are trials, crosses are failed trials, and the star is this plan."
+        f"gpu0_bsz is the batch size of {plan.devices[0].label}. Colours are predicted percentages of the best "
+        "throughput. Configurations that do not fit are empty. Dots are trials, crosses are failed trials. The star is "
+        "this plan."
     )
     marks = [
         _mark(_kind_of(plan, trial), trial.gpu0_bsz, trial.batch_size, _trial_text(trial)) for trial in plan.trials
@@ -322,6 +345,7 @@ def _landscape_chart(plan: PlanRecord) -> Chart:
     x, y = _axis("gpu0_bsz, samples"), _axis("batch_size, samples", "y")
     ends = {"x2": {"field": "right"}, "y2": {"field": "top"}}
     cells = _layer(_cells(found), {"type": "rect", "aria": False}, x=x, y=y, **ends, color=color, tooltip=_TOOLTIP)
+    title = "Throughput by gpu0_bsz and batch_size"
     return _chart("landscape", title, text, 300, cells, _marks(marks, x, y))
 
 
@@ -341,11 +365,10 @@ def _cells(found: Landscape) -> Iterator[Spec]:
         }
 
 
-def _curve_chart(plan: PlanRecord) -> Chart:
-    title = "Throughput by batch_size"
+def _curve_chart(plan: PlanRecord) -> Chart | None:
     known = curve_of(plan)
     if not known:
-        return Chart("landscape", title, "This chart is empty, because the plan has no time model.")
+        return None
     text = (
         f"Samples per second of {plan.devices[0].label} by samples per forward. The line is the prediction, dots are "
         "trials, and the star is this plan."
@@ -356,48 +379,52 @@ def _curve_chart(plan: PlanRecord) -> Chart:
     line = [{"x": n, "y": rate, "text": f"{n:,} samples: {rate_text(rate)} predicted"} for n, rate in known.items()]
     x, y = _axis("batch_size, samples"), _axis("samples/s", "y")
     mark = {"type": "line", "color": "var(--c1)", "point": {"color": "var(--c1)", "size": 16}}
-    return _chart("landscape", title, text, 230, _layer(line, mark, x=x, y=y, tooltip=_TOOLTIP), _marks(marks, x, y))
+    layers = _layer(line, mark, x=x, y=y, tooltip=_TOOLTIP), _marks(marks, x, y)
+    return _chart("landscape", "Throughput by batch_size", text, 230, *layers)
 
 
 # ------------------------------------------------------------------------------------------------------ comparison
 
 
-def _rates_of(plan: PlanRecord, explanation: Explanation) -> list[tuple[str, float, bool]]:
-    is_ddp = plan.region is None and len(plan.devices) > 1
-    rates = [("this plan (DDP)" if is_ddp else "this plan", plan.samples_per_s, not is_ddp or plan.ddp.measured)]
-    if explanation.even_measured is not None:
-        rates.append(("even split, same batch", explanation.even_measured.samples_per_s, True))
+def _rates_of(plan: PlanRecord, both: PlanRecord, explanation: Explanation) -> Iterator[tuple[str, float, bool]]:
+    """Yield the name and samples/s of each option, and whether they are measured. The recommended plan comes first."""
+    is_ddp = plan.region is None
+    own, other = ("DDP", "BalancedDataParallel") if is_ddp else ("BalancedDataParallel", "DDP")
+    yield (
+        f"{own} ({'this plan' if both.fastest is None else 'recommended'})",
+        plan.samples_per_s,
+        not is_ddp or plan.ddp.measured,
+    )
+    if is_ddp and plan.ddp.even_samples_per_s is not None:
+        yield "DDP with equal ranks", plan.ddp.even_samples_per_s, False
+    elif explanation.even_measured is not None:
+        yield "even split, same batch", explanation.even_measured.samples_per_s, True
     elif explanation.even is not None:
-        rates.append(("even split that fits", explanation.even.samples_per_s, False))
-    if plan.ddp.ranks and not is_ddp and len(plan.devices) > 1:
-        rates.append(("DDP", plan.ddp.samples_per_s, plan.ddp.measured))
-        if plan.ddp.even_samples_per_s is not None:
-            rates.append(("DDP with equal ranks", plan.ddp.even_samples_per_s, False))
+        yield "even split that fits", explanation.even.samples_per_s, False
+    if both.fastest is not None:
+        yield (other, both.samples_per_s, True) if is_ddp else (other, plan.ddp.samples_per_s, plan.ddp.measured)
     names = {device.label: device.name for device in plan.devices}
     for alone in explanation.alone:
         label = alone.devices[0]
-        rates.append((f"{label} alone ({short(names[label])})", alone.samples_per_s, False))
-    return rates
+        yield f"{label} alone ({short(names[label])})", alone.samples_per_s, alone.measured
 
 
-def _rates_chart(plan: PlanRecord, explanation: Explanation) -> Chart:
-    title = "Compared with an even split"
-    if len(plan.devices) == 1:
-        return Chart("rates", title, "The plan has only one device, so the batch is not split.")
-    if explanation.shares_processor:
-        return Chart("rates", title, "The devices share one CPU, so the page reports no gain over an even split.")
-    rates = _rates_of(plan, explanation)
+def _rates_chart(plan: PlanRecord, both: PlanRecord, explanation: Explanation) -> Chart | None:
+    if len(plan.devices) == 1 or explanation.shares_processor:
+        return None
+    rates = list(_rates_of(plan, both, explanation))
     if len(rates) == 1:
-        return Chart("rates", title, "No other option was measured or predicted.")
+        return None
     kinds = [_measured(plan) if ran else "predicted" for _, _, ran in rates]
     texts = [f"{name}: {rate_text(rate)} ({kind})" for (name, rate, _), kind in zip(rates, kinds, strict=True)]
+    gains = [f"{rates[0][1] / rate:.2f} times {text}" for (_, rate, _), text in zip(rates, texts, strict=True)]
     colors = ["url(#hatch)" if not ran else "var(--c1)" if row else _ACCENT for row, (_, _, ran) in enumerate(rates)]
     bars = [{"row": row, "x": rate, "text": texts[row], "color": colors[row]} for row, (_, rate, _) in enumerate(rates)]
     bar = {"type": "bar", "size": 22, "stroke": "var(--c1)", "strokeWidth": 1}
     return _chart(
         "rates",
-        title,
-        f"Samples per second. Hatched bars are predicted. {'; '.join(texts)}.",
+        "Throughput compared",
+        f"Hatched bars are predicted. {texts[0]}. That is {'; '.join(gains[1:])}.",
         54 * len(rates),
         _layer(bars, bar, x=_axis("samples/s", grid=False), y=_ROW, color=_COLOR, tooltip=_TOOLTIP),
         *_named((name, rate_text(rate)) for name, rate, _ in rates),

@@ -51,8 +51,8 @@ class Landscape:
 
 
 def short(name: str) -> str:
-    """Return a name on one line, shortened to `MOST_LABEL` characters."""
-    text = " ".join(visible(name).split())
+    """Return a device's name on one line without its manufacturer, shortened to `MOST_LABEL` characters."""
+    text = " ".join(visible(name).split()).removeprefix("NVIDIA ").removeprefix("GeForce ")
     return text if len(text) <= MOST_LABEL else f"{text[: MOST_LABEL - 1]}…"
 
 

@@ -98,6 +98,7 @@ def _repeated(plan: PlanRecord) -> dict[str, Any]:
         "shares_processor": shares_processor(plan),
         "ddp_samples_per_s": plan.ddp.samples_per_s,
         "ddp_measured": plan.ddp.measured,
+        "assumes_loss": plan.loss_rule == "mean",
         "attention": {name: tuple(one.label for one in plan.devices if name in one.attention) for name in backends},
     }
 

@@ -17,6 +17,8 @@ from autosplit.solve.padded_length import LengthPlan
 from autosplit.solve.trial import KNEE_SHARE
 from autosplit.text import bound_text, counted_text, percent_text, rate_text, size_text, tuple_text
 
+ASSUMED_LOSS = "No loss was given, so the plan is for the mean of the model's outputs."
+
 BINDING_SHARE = 0.005
 """Smallest relative gain in predicted samples/s that is reported: 0.5%."""
 
@@ -206,6 +208,7 @@ class Explanation:
         attention: The attention back ends that torch chooses, each with the devices that use it. Empty if they are
             unknown, or if the model does not call `scaled_dot_product_attention`.
         effective_batch_size: Samples per optimizer step, for advice on the learning rate.
+        assumes_loss: Whether no loss was given, so that the plan is for the mean of the model's outputs.
     """
 
     samples_per_s: Annotated[float, Meta(gt=0)]
@@ -228,6 +231,7 @@ class Explanation:
     knee: Knee | None = None
     attention: dict[str, tuple[str, ...]] = field(default_factory=dict)
     effective_batch_size: int = 0
+    assumes_loss: bool = False
 
     def comparison(self) -> str:
         """Describe how fast DDP is compared with the plan's own split. Return "" if `fastest` is None."""
@@ -263,6 +267,7 @@ class Explanation:
         known = "simulated" if self.simulated else "measured"
         reasons, loader = self.reasons(), self._loader_text()
         texts = {
+            "loss": ASSUMED_LOSS if self.assumes_loss else "",
             "ways": _ways_text(self.ways),
             "lengths": "" if self.lengths is None else lengths_text(self.lengths),
             "fits": "" if self.fits is None else fits_text(self.fits),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.errors import DeviceError
-from autosplit.plan.explanation import Explanation
+from autosplit.plan.explanation import ASSUMED_LOSS, Explanation
 from autosplit.plan.record import (
     PlanRecord,
     add_note_to_file,
@@ -20,6 +20,7 @@ from autosplit.plan.record import (
     reduce_of,
     required_lengths,
 )
+from autosplit.text import counted_text
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +49,10 @@ class Plan(PlanRecord):
     def __hash__(self) -> int:
         """Hash only the plan's numbers, because its dict fields have no hash."""
         return hash((self.split, self.accumulation_steps, self.effective_batch_size, self.samples_per_s))
+
+    def __str__(self) -> str:
+        assumed = ASSUMED_LOSS if self.loss_rule == "mean" else ""
+        return ". ".join(text.rstrip(".") for text in (super().__str__(), assumed, chosen_step_text(self)) if text)
 
     def _repr_html_(self) -> str:
         from autosplit.text import rate_text, size_text, table_html
@@ -414,8 +419,8 @@ class Plan(PlanRecord):
             noise_scale=noise_scale,
             device=device,
         )
-        # If `count` is given, step sizes are in other units and can't be compared. With a ScheduledBatchSampler,
-        # `steps` already compares the sizes.
+        # If `count` is given, the batches may have no tensor whose samples can be compared. With a
+        # ScheduledBatchSampler, `steps` already compares the sizes.
         if count is not None or isinstance(getattr(loader, "batch_sampler", None), ScheduledBatchSampler):
             return made
         return Steps(compared(made, self.effective_batch_size), None)
@@ -443,3 +448,12 @@ class Plan(PlanRecord):
         tracker = Tracker([device.label for device in self.devices], [device.capacity_bytes for device in self.devices])
         with tracker, adopting_optimizers(tracker):
             yield tracker
+
+
+def chosen_step_text(plan: PlanRecord) -> str:
+    """Return a sentence if the caller did not choose the samples per optimizer step. Otherwise an empty string."""
+    if plan.effective_batch_sizes is not None:
+        return ""
+    sample = f" (your sample batch has {plan.sample_batch_size})" if plan.sample_batch_size else ""
+    step = counted_text(plan.effective_batch_size, "sample")
+    return f"autosplit chose {step} per optimizer step{sample}. To keep your own, pass effective_batch_size"

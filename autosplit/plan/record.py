@@ -143,6 +143,7 @@ class DdpPlan:
         even_samples_per_s: Predicted throughput of ranks with equal batches, for the same samples per optimizer step.
             None if it is unknown or meaningless (a single rank, or ranks that share a CPU).
         shard_size: Ranks per shard group of FSDP2 (`tune_sharded`). None if each rank has the whole model.
+        fit: The time model of the ranks. None if it is unknown, or if `PlanRecord.fit` is the ranks' own.
     """
 
     ranks: tuple[RankSettings, ...]
@@ -154,6 +155,7 @@ class DdpPlan:
     least_batch: int = 1
     even_samples_per_s: Annotated[float, Meta(gt=0)] | None = None
     shard_size: Annotated[int, Meta(ge=2)] | None = None
+    fit: Fit | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -186,6 +188,9 @@ class PlanRecord:
         loss_reduction: ``"mean"`` or ``"sum"``: how the loss combines samples. Scalar outputs of the replicas are
             combined in the same way.
         called_with: How the model takes its inputs: as one ``"tensor"``, as ``"arguments"`` or as ``"keywords"``.
+        loss_rule: Where the loss is in the model's outputs: ``"attribute"`` (``outputs.loss``), ``"item"``
+            (``outputs["loss"]``), ``"first"`` (``outputs[0]``), ``"scalar"`` (the output itself), or ``"mean"`` (the
+            outputs have none, and their mean was used). None if the workload has a function for the loss.
         simulated: Whether the devices are simulated. Such a plan can't be used for training.
         complete: Whether the search was finished. If it was interrupted, this is the best plan so far.
         machine: The kind of machine that the plan is for.
@@ -229,6 +234,7 @@ class PlanRecord:
     batch_dim: Annotated[int, Meta(lt=64)] = 0  # torch has no tensor of more dimensions
     loss_reduction: str = "mean"
     called_with: Literal["tensor", "arguments", "keywords"] = "tensor"
+    loss_rule: Literal["attribute", "item", "first", "scalar", "mean"] | None = None
     complete: bool = True
     machine: dict[str, Any] = field(default_factory=dict)
     workload: dict[str, Any] = field(default_factory=dict)

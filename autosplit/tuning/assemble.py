@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autosplit.notes import Note
@@ -108,7 +108,7 @@ def idle_notes(request: Request, answer: Answer) -> tuple[Note, ...]:
             f"The effective batch size is {answer.effective_batch_size}, and there are {len(request.devices)} devices. "
             "Pass a larger effective_batch_size to use all of them."
         )
-    return (Note("device-idle", f"{', '.join(idle)} gets no samples. {why}"),)
+    return (Note("device-idle", f"{' and '.join(idle)} get{'s' * (len(idle) == 1)} no samples. {why}"),)
 
 
 def _device(request: Request, answer: Answer, position: int) -> PlanDevice:
@@ -187,6 +187,7 @@ def solved_ranks(
         options=options,
         least_batch=least_batch,
         even_samples_per_s=None if even is None else even.samples_per_s,
+        fit=Fit(step_time, all_reduce_s),
     )
 
 
@@ -262,6 +263,6 @@ def rank_answer(ddp: DdpPlan, fit: Fit) -> Answer:
         peak_bytes=tuple(rank.peak_bytes for rank in ddp.ranks),
         ceilings=tuple(rank.ceiling for rank in ddp.ranks),
         curves=fit.step_time.curves,
-        ddp=ddp,
+        ddp=replace(ddp, fit=None),
         fit=fit,
     )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from autosplit.errors import ArgumentError
 from autosplit.workload.workload import Workload
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _BATCH = "effective_batch_size (samples per optimizer step) or max_batch_size (samples per forward)"
 
@@ -27,6 +31,17 @@ _MEANT = {
     **dict.fromkeys(("loader", "dataloader", "train_loader"), "autosplit.fit_to_loader(plan, loader) with the plan"),
 }
 """Replacements for keywords of other tools and of older versions."""
+
+
+def suggests_keywords(call: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function, so that an unknown keyword raises ArgumentError with the keyword that was meant."""
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        refuse_unknown(call, kwargs)
+        return call(*args, **kwargs)
+
+    return checked
 
 
 def refuse_unknown(call: Callable[..., Any], given: Iterable[str], *forwarded: Callable[..., Any]) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from autosplit.devices.device import Device
 from autosplit.errors import InputError, WorkloadError, ends_tracebacks
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError, StepLostError
@@ -25,7 +27,7 @@ from autosplit.solve.split import even_split, whole_number
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
 from autosplit.text import size_text
 from autosplit.tuning.assemble import why_no_ranks, why_single
-from autosplit.tuning.keywords import refuse_unknown
+from autosplit.tuning.keywords import suggests_keywords
 from autosplit.tuning.lone_session import LoneSession
 from autosplit.tuning.peers import Failure
 from autosplit.tuning.progress import Progress
@@ -44,8 +46,9 @@ ON_EVERY_RANK = ". To run these steps, call it on every rank (with torchrun or t
 
 
 @ends_tracebacks
+@suggests_keywords
 def measure(
-    model_or_workload: Any,
+    model_or_workload: nn.Module | Workload | Callable[[], Workload],
     sample_batch: Any = None,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     *,
@@ -56,13 +59,12 @@ def measure(
     loss_reduction: str | None = None,
     batch_dim: int = 0,
     make_batch: Callable[[int], Any] | None = None,
-    devices: Any = None,
+    devices: str | Device | torch.device | Sequence[str | int | Device | torch.device] | None = None,
     strategy: str = "auto",
     precision: str | None = None,
     reserve: str | float | None = None,
     isolate: bool = False,
     progress: Callable[[Progress], None] | None = None,
-    **unknown: NoReturn,
 ) -> MeasuredStep:
     """Measure an optimizer step of one configuration: its time, each device's memory, and its bounds.
 
@@ -91,7 +93,6 @@ def measure(
         UserCodeError: The workload's own code raised.
         RankFailedError: In a job, another rank raised.
     """
-    refuse_unknown(measure, unknown)
     request = checked_request(devices=devices_of_process(devices, strategy), strategy=strategy, reserve=reserve)
     described = {
         "loss_fn": loss_fn,

@@ -278,6 +278,7 @@ class Session(ABC):
             answer,
             trials=tuple(self.trials),
             checks=self.checks,
+            loss_rule=self.prober.tracer.loss_rule,
             notes=(*self.notes, *notes, *idle_notes(self.request, answer)),
             real_steps=self.prober.counts.steps,
             real_ooms=self.prober.counts.ooms,

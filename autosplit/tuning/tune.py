@@ -7,10 +7,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from autosplit.devices.device import Device
 from autosplit.errors import AutosplitError, UserCodeError, ends_tracebacks, from_user_code, warn_user
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError
@@ -25,7 +27,7 @@ from autosplit.profiles.tuning_lock import WaitingWarning
 from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.padded_length import checked_lengths
-from autosplit.tuning.keywords import refuse_unknown
+from autosplit.tuning.keywords import suggests_keywords
 from autosplit.tuning.lone_session import TIMES_DISAGREE, LoneSession
 from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward, part_of
 from autosplit.tuning.recall import Recalled, kept, nothing_run, recalled_in_turn, tried_again, turn_for
@@ -33,7 +35,7 @@ from autosplit.tuning.session import Session
 from autosplit.tuning.worker import Variant, Worker, Workers, agreed, alone, drive
 from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
 from autosplit.workload.precision import native_ones, precision_list, without_bf16
-from autosplit.workload.workload import checked_fits
+from autosplit.workload.workload import Workload, checked_fits
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +61,10 @@ class DoubtfulTimesWarning(UserWarning):
     """The times of a plan contradict each other, because the machine was busy during the tuning."""
 
 
+class AssumedLossWarning(UserWarning):
+    """No loss was given, so the plan is for the mean of the model's outputs."""
+
+
 class NotFiniteWarning(UserWarning):
     """The loss of the sample batch, or its gradient, is NaN or infinite."""
 
@@ -81,8 +87,9 @@ class TuningInterrupted(KeyboardInterrupt):
 
 
 @ends_tracebacks
+@suggests_keywords
 def tune(
-    model_or_workload: Any,
+    model_or_workload: nn.Module | Workload | Callable[[], Workload],
     sample_batch: Any = None,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     *,
@@ -91,7 +98,7 @@ def tune(
     loss_reduction: str | None = None,
     batch_dim: int = 0,
     make_batch: Callable[[int], Any] | None = None,
-    devices: Any = None,
+    devices: str | Device | torch.device | Sequence[str | int | Device | torch.device] | None = None,
     strategy: str = "auto",
     precision: str | Sequence[str] | None = None,
     effective_batch_size: int | tuple[int, int] | str | None = None,
@@ -109,7 +116,6 @@ def tune(
     checkpointing: Any = None,
     fits: str | Sequence[str] | None = None,
     progress: Callable[[Progress], None] | None = None,
-    **unknown: NoReturn,
 ) -> Plan:
     """Find the fastest split, batch size and number of accumulation steps for a workload on the given devices.
 
@@ -193,11 +199,11 @@ def tune(
 
     Warns:
         ChangedTrainingWarning: The check found that splitting the batch changes the training, see `Plan.checks`.
+        AssumedLossWarning: No loss was given, and the model's outputs contain none.
         DoubtfulTimesWarning: The plan's times contradict each other. A stored plan warns, too.
         NotFiniteWarning: The loss of the sample batch, or its gradient, is NaN or infinite.
         WaitingWarning: Another process tunes the same workload, and there is no `progress` to report it to.
     """
-    refuse_unknown(tune, unknown)
     request = checked_request(
         devices=devices_of_process(devices, strategy),
         strategy=strategy,
@@ -228,12 +234,16 @@ def tune(
     return _warned(plan)
 
 
-_WARNINGS = {TIMES_DISAGREE: DoubtfulTimesWarning, NOT_FINITE: NotFiniteWarning}
+_WARNINGS = {
+    TIMES_DISAGREE: DoubtfulTimesWarning,
+    NOT_FINITE: NotFiniteWarning,
+    "loss-assumed": AssumedLossWarning,
+}
 """Warnings of `tune`, by the kind of the note."""
 
 
 def _warned(plan: Plan) -> Plan:
-    """Warn about a NaN loss, about doubtful times, and if splitting changes the training. Return the plan."""
+    """Warn about an assumed or NaN loss, doubtful times, and if splitting changes the training. Return the plan."""
     for note in plan.notes:
         if note.kind in _WARNINGS:
             warn_user(note.text, _WARNINGS[note.kind])

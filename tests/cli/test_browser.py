@@ -11,7 +11,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from handmade import made_plan, solved_plan
+from handmade import led_by_ddp, made_plan, solved_plan
 
 pytest.importorskip("jinja2")
 pytest.importorskip("vl_convert")
@@ -129,8 +129,9 @@ PLANS = {
     "one": lambda: solved_plan((256,), kind="cuda"),
     "ranks": lambda: solved_plan(region=None, trials=()),
     "bare": lambda: made_plan(complete=False),
+    "led": lambda: led_by_ddp(solved_plan((100, 96, 30, 30)), 90, 90, 38, 38),
 }
-PICTURES = {"cards": 7, "one": 4, "ranks": 4, "bare": 5}
+PICTURES = {"cards": 7, "one": 4, "ranks": 4, "bare": 5, "led": 3}
 """Number of charts of each plan."""
 
 

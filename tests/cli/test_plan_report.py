@@ -23,6 +23,9 @@ from autosplit.probe.loader_result import LoaderSettings
 from autosplit.solve.memory import Fits, MemoryFit, Region
 from autosplit.solve.padded_length import LengthPlan, LengthPoint
 
+REGION = Region(MemoryFit(0.0, 1.0), GIB, 400, (400,), 512)
+"""A plan with a region is for BalancedDataParallel."""
+
 
 def printed(plan, *, width=100, terminal=False, origin=None, details=True):
     console = Console(
@@ -74,7 +77,7 @@ def test_a_ceiling_says_what_limited_it(limit, confirmed, kind, shown):
 
 
 def test_the_numbers():
-    text = printed(made_plan((100, 156)))
+    text = printed(replace(made_plan((100, 156)), region=REGION))
     assert row_of(text, "split").split(None, 1)[1] == "(100, 156)"
     assert row_of(text, "gpu0_bsz").split() == ["gpu0_bsz", "100"]
     assert row_of(text, "batch_size").split() == ["batch_size", "256"]
@@ -96,7 +99,7 @@ def test_slow_throughput_keeps_its_digits():
     ("plan", "said"),
     [
         (made_plan((100, 156)), "1.31 times the even split (128, 128)"),
-        (made_plan((128, 128)), "none, because the even split is the fastest"),
+        (made_plan((128, 128)), "none over the even split, which is the fastest"),
         (made_plan((100, 156), kind="cpu"), "none is reported, because these devices share one CPU"),
         (made_plan((50, 206), even_samples_per_s=None), "the even split (128, 128) does not fit: cuda:0 fits 101"),
         (made_plan((100, 156), even_samples_per_s=None), "the even split (128, 128) was not run"),
@@ -182,7 +185,7 @@ SAVED = Origin("0123456789ab", "python -m autosplit tune x.py")
 
 
 def short(plan, **options):
-    return printed(plan, width=80, details=False, **{"origin": SAVED, **options})
+    return printed(plan, details=False, **{"width": 80, "origin": SAVED, **options})
 
 
 def test_the_short_report_ends_with_the_next_command():
@@ -221,22 +224,42 @@ def test_devices_of_two_machines_are_told_by_their_ranks():
     assert "rank 2 T4" in told
 
 
-def test_ddp_is_named_where_it_is_faster():
-    plan = made_plan((100, 156))
-    region = Region(MemoryFit(0.0, 1.0), GIB, 400, (400,), 512)
-    faster = replace(plan, region=region, ddp=replace(plan.ddp, samples_per_s=20469.0))
-    told = short(replace(faster, ddp=replace(faster.ddp, even_samples_per_s=10000.0)))
-    assert row_of(told, "with DDP").endswith("20,469 samples/s (predicted), 2.05 times equal ranks")
-    assert row_of(told, "recommended").endswith("DDP with autosplit launch, 2.00 times BalancedDataParallel")
+def test_ddp_leads_if_it_is_faster():
+    """The table was that of BalancedDataParallel, which left four of six GPUs idle, and a row recommended DDP."""
+    plan = replace(made_plan((100, 156)), region=REGION)
+    faster = replace(plan.ddp, samples_per_s=20469.0, even_samples_per_s=10000.0)
+    text = short(replace(plan, ddp=faster), width=120)
+    assert row_of(text, "split").split(None, 1)[1] == "(128, 128), 256 samples per forward"
+    assert row_of(text, "cuda:0 to 1").split()[5] == "128"
+    assert row_of(text, "throughput").split(None, 1)[1] == "20,469 samples/s (predicted)"
+    strategy = "DDP (autosplit launch): 2.00 times BalancedDataParallel, 10,234 samples/s"
+    assert row_of(text, "strategy").split(None, 1)[1] == strategy
+    details = printed(replace(plan, ddp=faster))
+    assert "gpu0_bsz" not in details
+    assert (
+        "\nBalancedDataParallel\n- split (100, 156), 2 forwards, 10,234 samples/s, 1.31 times the even split" in details
+    )
 
 
-def test_both_strategies_are_shown_where_ddp_is_slower():
-    """The report named DDP only if it was faster, so users did not see its gain over equal ranks."""
-    plan = made_plan((100, 156))
-    region = Region(MemoryFit(0.0, 1.0), GIB, 400, (400,), 512)
-    told = short(replace(plan, region=region, ddp=replace(plan.ddp, samples_per_s=5000.0, even_samples_per_s=4000.0)))
-    assert row_of(told, "with DDP").endswith("5,000 samples/s (predicted), 1.25 times equal ranks")
-    assert row_of(told, "recommended").endswith("BalancedDataParallel: model = plan.wrap(model)")
+@pytest.mark.parametrize(
+    ("rate", "strategy"),
+    [
+        (5000.0, "2.05 times DDP, 5,000 samples/s (predicted)"),
+        (10240.0, "as fast as DDP, in one process, 10,240 samples/s (predicted)"),
+    ],
+)
+def test_the_screen_says_why_it_recommends_balanced_data_parallel(rate, strategy):
+    plan = replace(made_plan((100, 156)), region=REGION)
+    text = short(replace(plan, ddp=replace(plan.ddp, samples_per_s=rate)), width=120)
+    assert row_of(text, "split").split(None, 1)[1] == "(100, 156), 256 samples per forward"
+    assert row_of(text, "strategy").split(None, 1)[1] == f"BalancedDataParallel (plan.wrap): {strategy}"
+
+
+def test_the_first_sentence_says_that_equal_devices_gain_nothing():
+    said = "The devices are equal, so the split gains nothing. "
+    assert short(made_plan((128, 128))).lstrip().startswith(said)
+    assert said not in short(made_plan((100, 156)))
+    assert said not in short(made_plan((256,)))
 
 
 def test_a_plan_for_ddp_has_its_gain_over_equal_ranks():
@@ -304,16 +327,14 @@ def test_the_explanation_is_told_without_what_stands_elsewhere():
     ("rate", "heading"),
     [
         (5000.0, "DDP, predicted: BalancedDataParallel is 2.05 times as fast as DDP"),
-        (20469.0, "DDP, predicted: 2.00 times as fast as BalancedDataParallel"),
         (10234.0, "DDP, predicted: as fast as BalancedDataParallel"),
     ],
 )
 def test_ddps_heading_says_which_is_faster_and_that_it_was_predicted(rate, heading):
     plan = made_plan((100, 156))
-    region = Region(MemoryFit(0.0, 1.0), GIB, 400, (400,), 512)
-    assert f"\n{heading}\n" in printed(replace(plan, region=region, ddp=replace(plan.ddp, samples_per_s=rate)))
+    assert f"\n{heading}\n" in printed(replace(plan, region=REGION, ddp=replace(plan.ddp, samples_per_s=rate)))
     measured = replace(plan.ddp, samples_per_s=rate, measured=True)
-    assert "\nDDP, measured: " in printed(replace(plan, region=region, ddp=measured))
+    assert "\nDDP, measured: " in printed(replace(plan, region=REGION, ddp=measured))
 
 
 def test_with_one_answer_nothing_is_compared():

@@ -6,18 +6,18 @@ from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import pytest
-from handmade import made_plan, solved_plan
+from handmade import led_by_ddp, made_plan, solved_plan
 
 pytest.importorskip("vl_convert")
 
 import vl_convert
 
-from autosplit.extras.report_charts import charts_of
+from autosplit.extras.report_charts import charts_of, name_of
 from autosplit.plan.record import DdpPlan
 
 
 def charts(plan):
-    return {chart.name: chart for chart in charts_of(plan, plan.explain())}
+    return {chart.name: chart for chart in charts_of(plan)}
 
 
 def texts(chart):
@@ -36,6 +36,12 @@ def solved():
     return charts(solved_plan())
 
 
+@pytest.fixture
+def led():
+    """Return a plan that recommends DDP."""
+    return led_by_ddp(solved_plan())
+
+
 @pytest.mark.parametrize(
     ("name", "labels"),
     [
@@ -43,7 +49,7 @@ def solved():
         ("line0", ["samples", "memory, GiB", "measured", "traced", "this plan"]),
         ("trials", ["trial", "samples/s", "measured", "failed", "this plan"]),
         ("landscape", ["gpu0_bsz, samples", "batch_size, samples", "% of the best", "measured", "failed", "this plan"]),
-        ("rates", ["samples/s", "this plan", "even split, same batch", "DDP"]),
+        ("rates", ["samples/s", "BalancedDataParallel (recommended)", "even split, same batch", "DDP"]),
     ],
 )
 def test_vega_draws_axes_and_marks_with_labels_and_units(solved, name, labels):
@@ -61,7 +67,7 @@ def test_marks_have_tooltips_with_their_figures(solved):
     assert any(re.fullmatch(r"cuda:0: ceiling [\d,]+ samples, .* GiB", text) for text in texts(solved["devices"]))
     assert any("predicted, 100.0% of the best" in text for text in texts(solved["landscape"]))
     assert "even split, same batch: 7,813 samples/s (measured)" in texts(solved["rates"])
-    assert "even split, same batch: 7,813 samples/s (measured)" in solved["rates"].text
+    assert "That is 1.31 times even split, same batch: 7,813 samples/s (measured); " in solved["rates"].text
 
 
 def test_the_first_devices_line_has_the_samples_of_the_other_devices(solved):
@@ -70,27 +76,53 @@ def test_the_first_devices_line_has_the_samples_of_the_other_devices(solved):
     assert "about 1.152 GiB in addition to the samples of the other devices in this plan, and 51 MiB more" in text
 
 
+def test_trials_have_their_errors_as_bars(solved):
+    bars = [layer for layer in solved["trials"].spec["layer"] if "y2" in layer["encoding"]]
+    assert [layer["data"]["values"] for layer in bars] == [[{"x": 2, "low": 8820.0, "y": 9180.0}]]
+
+
 @pytest.mark.parametrize(
-    ("changes", "name", "said"),
+    ("changes", "name"),
     [
-        ({"trials": ()}, "trials", "computed from measurements, without trials"),
-        ({"fit": None}, "landscape", "the plan has no time model"),
-        ({"region": None}, "landscape", "DDP ranks have no gpu0_bsz"),
-        (
-            {"even_samples_per_s": None, "fit": None, "ddp": DdpPlan((), 0.0, "no")},
-            "rates",
-            "No other option was measured",
-        ),
+        ({"trials": ()}, "trials"),
+        ({"fit": None}, "landscape"),
+        ({"region": None}, "landscape"),
+        ({"even_samples_per_s": None, "fit": None, "ddp": DdpPlan((), 0.0, "no")}, "rates"),
     ],
 )
-def test_a_chart_that_cannot_be_drawn_has_the_reason(changes, name, said):
-    chart = charts(solved_plan(**changes))[name]
-    assert said in chart.text
-    assert chart.spec is None
+def test_a_chart_without_data_is_left_out(changes, name):
+    assert name not in charts(solved_plan(**changes))
 
 
 def test_devices_that_share_a_cpu_are_not_compared():
-    assert "reports no gain over an even split" in charts(made_plan(kind="cpu"))["rates"].text
+    assert "rates" not in charts(made_plan(kind="cpu"))
+
+
+def test_if_ddp_is_faster_the_charts_show_its_ranks(led):
+    """The charts showed the split of BalancedDataParallel, although the page recommended DDP."""
+    found = charts(led)
+    assert set(found) == {"devices", "line0", "rates"}
+    assert "2 x RTX 3090 (cuda:0 to 1)" in words(found["devices"])
+    assert "each RTX 3090: in use, 20 GiB" in texts(found["devices"])
+    assert "The capacity of each RTX 3090 is 24 GiB" in found["line0"].text
+    assert "The ceiling is 200 samples" in found["line0"].text
+
+
+def test_the_rates_compare_both_strategies_equal_ranks_and_each_device_alone(led):
+    """The chart of a plan for DDP had neither equal ranks nor a device alone."""
+    text = charts(led)["rates"].text
+    assert "DDP (recommended): 20,469 samples/s (predicted). That is 2.05 times DDP with equal ranks: 10,000" in text
+    assert "2.00 times BalancedDataParallel: 10,234 samples/s (measured)" in text
+    assert re.search(r"[\d.]+ times cuda:0 alone \(RTX 3090\): [\d,]+ samples/s \(predicted\)\.$", text)
+    shown = words(charts(led)["rates"])
+    assert {"DDP (recommended)", "DDP with equal ranks", "BalancedDataParallel", "cuda:0 alone (RTX 3090)"} <= shown
+
+
+def test_equal_devices_are_counted_and_others_are_named():
+    plan = solved_plan((100, 96, 30, 30))
+    assert {"cuda:0 RTX 3090", "cuda:1 RTX 3090", "2 x RTX 3090 (cuda:2 to 3)"} <= words(charts(plan)["devices"])
+    elsewhere = tuple(replace(device, index=device.index % 2) for device in plan.devices)  # two machines
+    assert name_of(elsewhere) == "4 x RTX 3090"
 
 
 def test_one_device_has_a_curve_instead_of_the_landscape():
@@ -98,7 +130,7 @@ def test_one_device_has_a_curve_instead_of_the_landscape():
     assert found["landscape"].title == "Throughput by batch_size"
     assert {"this plan", "batch_size, samples"} <= words(found["landscape"])
     assert any(text.endswith(" predicted") for text in texts(found["landscape"]))
-    assert found["rates"].spec is None
+    assert "rates" not in found
 
 
 def test_simulated_rates_are_not_called_measured():

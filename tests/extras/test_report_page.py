@@ -4,13 +4,14 @@ import base64
 import hashlib
 import json
 import os
+import platform
 import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from handmade import made_plan, solved_plan
+from handmade import led_by_ddp, made_plan, solved_plan
 from noted import noted
 from pages import Reader
 from raised import raises
@@ -19,24 +20,27 @@ pytest.importorskip("jinja2")
 pytest.importorskip("vl_convert")
 
 from autosplit.cli.main import main
+from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.errors import InputError
 from autosplit.extras import report_page as pages
 from autosplit.extras.report_charts import Chart
 from autosplit.extras.report_page import page_of, write_page
+from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan
-from autosplit.plan.redact import LEFT_OUT
+from autosplit.plan.redact import REMOVED
 from autosplit.probe.check_result import Check
 from autosplit.profiles.store import store
 
+HEAD = ("requested", "machine", "made with", "plan saved", "page written")
 NAMES = ("devices", "line0", "trials", "landscape", "rates")
 
 
 @pytest.fixture
 def undrawn(monkeypatch):
     """Leave out the charts and Vega, which takes seconds to load. Other tests cover them."""
-    charts = tuple(Chart(name, f"title of {name}", f"said of {name}") for name in NAMES)
+    charts = tuple(Chart(name, f"title of {name}", f"said of {name}", {}) for name in NAMES)
     monkeypatch.setattr("vl_convert.javascript_bundle", lambda script: script)
-    monkeypatch.setattr(pages, "charts_of", lambda plan, explanation: charts)
+    monkeypatch.setattr(pages, "charts_of", lambda plan: charts)
 
 
 def test_a_page_of_a_whole_plan_allows_one_script_and_loads_nothing():
@@ -78,16 +82,16 @@ class TestWords:
             "autosplit: Net",
             "(100, 156)",
             "10,234 samples/s",
-            "1.31 times the even split (128, 128)",
             "cuda:0 RTX 3090",
+            "100 samples",
+            "9,000 ± 2.0%",
             "18.0 of 23.0 GiB (78%)",
             "12 GiB",
             "BatchNorm2d at 1",
             "50 % off",
             "freeze it",
-            LEFT_OUT.text,
+            "a note",
             "autosplit.BalancedDataParallel(100, model, split=(100, 156))",
-            "128, 128",
             "cuda:1",
         ):
             assert text in texts, text
@@ -100,26 +104,83 @@ class TestWords:
         assert any("autosplit tune FILE --devices cuda" in text for text in texts)
 
     def test_what_is_not_known_is_said_and_not_made_up(self):
-        plan = made_plan(ddp=DdpPlan((), 0.0, "cuda:1 can't hold a rank"))
+        plan = replace(solved_plan(ddp=DdpPlan((), 0.0, "cuda:1 can't hold a rank")), checks=())
+        plan = replace(plan, devices=tuple(replace(device, memory=None) for device in plan.devices))
         texts = " ".join(Reader(page_of(plan)).texts)
         assert "The parts of the peak memory are unknown" in texts
         assert "The check whether splitting changes the training was not run." in texts
         assert "cuda:1 can't hold a rank" in texts
 
-    def test_what_was_asked_for_and_what_answered_stand_in_the_head(self):
-        """Pages showed neither, so two pages could not be compared."""
+    def test_what_was_asked_for_and_what_answered_stand_in_the_head(self, tmp_path):
+        """Pages had no request, date or machine, so two pages could not be compared."""
         request = {"devices": ["cuda:0"], "reserve": "5%", "strategy": "auto", "effective_batch_size": [256, 512]}
         machine = {"devices": [], "autosplit": "1.0", "torch": "2.13.0", "cuda": None}
-        texts = Reader(page_of(solved_plan(request={**request, "name": None}, machine=machine))).texts
-        assert texts[texts.index("requested") + 1] == "reserve 5%, effective_batch_size 256:512"
-        assert texts[texts.index("made with") + 1] == "autosplit 1.0, torch 2.13.0"
-        assert texts.index("made with") < texts.index("Devices")
-        assert not {"requested", "made with"} & set(Reader(page_of(made_plan())).texts)
+        plan = solved_plan(request={**request, "name": None}, machine=machine)
+        plan = replace(plan, devices=tuple(replace(device, driver="580.1") for device in plan.devices))
+        plan.save(tmp_path / "plan.json")
+        os.utime(tmp_path / "plan.json", (2_000_000_000, 2_000_000_000))
+        texts = Reader(page_of(Plan.load(tmp_path / "plan.json"))).texts
+        head = {name: texts[texts.index(name) + 1] for name in HEAD}
+        assert head.pop("page written").endswith(f" UTC with Python {platform.python_version()}")
+        assert head == {
+            "requested": "reserve 5%, effective_batch_size 256:512",
+            "machine": "2 x RTX 3090 (cuda:0 to 1): 24 GiB each",
+            "made with": "autosplit 1.0, torch 2.13.0, driver 580.1",
+            "plan saved": "2033-05-18 03:33 UTC",
+        }
+        assert texts.index("page written") < texts.index("Devices")
+        assert not {"requested", "made with", "plan saved"} & set(Reader(page_of(made_plan())).texts)
 
-    def test_the_ranks_of_ddp_are_told_once(self):
+    def test_the_gain_is_over_the_even_split_and_the_fastest_device_alone(self):
+        """The page had the gain over an even split that was slower than one device."""
         texts = Reader(page_of(solved_plan())).texts
-        assert any(text.startswith("together ") for text in texts)
-        assert not any("batch_size 128, accumulation_steps 2" in text for text in texts)
+        gain = texts[texts.index("gain") + 1]
+        assert re.fullmatch(r"1\.31 times the even split \(128, 128\), [\d.]+ times cuda:0 alone", gain)
+        assert not any("The plan is " in text for text in texts), "gains over one of both"
+
+    def test_if_ddp_is_faster_the_page_is_about_ddp(self):
+        """The page recommended DDP, and its cards, table, settings and code were for BalancedDataParallel."""
+        texts = Reader(page_of(led_by_ddp(solved_plan(), 150, 106))).texts
+        strategy = texts[texts.index("strategy") + 1]
+        assert strategy == "DDP (autosplit launch): 2.00 times BalancedDataParallel, 10,234 samples/s"
+        assert texts[texts.index("gain") + 1].startswith("2.05 times equal ranks (predicted), ")
+        assert texts[texts.index("throughput") + 1] == "20,469 samples/s (predicted)"
+        assert texts[texts.index("cuda:0 RTX 3090") + 1] == "150 samples"
+        assert {"batch_size by rank", "(150, 106)"} <= set(texts)
+        assert "with autosplit.ddp.setup() as ctx:" in "\n".join(texts)
+        only_for_a_split = r"gpu0_bsz|plan\.wrap|autosplit\.BalancedDataParallel|could not be traced"
+        assert not [text for text in texts if re.search(only_for_a_split, text)]
+
+    def test_a_plan_only_for_ddp_has_no_word_about_a_split_forward(self):
+        """Pages of `strategy="ddp"` explained gpu0_bsz, and printed the call of BalancedDataParallel."""
+        ranks = replace(led_by_ddp(solved_plan()).ddp, fit=None)
+        plan = solved_plan((128, 128), region=None, trials=(), ddp=ranks, even_samples_per_s=None)
+        texts = Reader(page_of(plan)).texts
+        assert texts[texts.index("strategy") + 1] == "DDP (autosplit launch)"
+        assert not [text for text in texts if re.search(r"gpu0_bsz|plan\.wrap|BalancedDataParallel", text)]
+
+    def test_equal_devices_are_announced_first(self):
+        texts = [text for text in Reader(page_of(solved_plan((128, 128), kind="sim"))).texts if text.strip()]
+        first = texts.index("autosplit: Net", texts.index("autosplit: Net") + 1) + 1
+        assert texts[first].startswith("The devices are equal, so the split gains nothing.")
+        assert not any("gains nothing" in text for text in Reader(page_of(solved_plan())).texts)
+
+    def test_notes_and_errors_stay_and_only_paths_go(self):
+        """A page replaced all notes by a sentence that they are left out."""
+        notes = noted("/home/ann/net.py needs 3.2 GiB more, +/- 4%")
+        failed = replace(solved_plan().trials[1], failure="cuda:1: tried 2 GiB in /home/ann/net.py")
+        plan = solved_plan(kind="sim", notes=notes, trials=(solved_plan().trials[0], failed))
+        text = page_of(plan)
+        texts = Reader(text).texts
+        assert f"{REMOVED} needs 3.2 GiB more, +/- 4%" in texts
+        assert f"cuda:1: tried 2 GiB in {REMOVED}" in texts
+        assert set(SIMULATED_ERRORS) <= set(texts)
+        assert "ann" not in text.partition("<h1>")[2].partition("<script")[0].split("/")
+
+    def test_many_groups_of_devices_have_a_table_and_no_cards(self):
+        texts = Reader(page_of(solved_plan((10, 20, 30, 40, 50, 60, 70)))).texts
+        assert "10 samples" not in texts
+        assert "cuda:6 RTX 3090" in texts
 
     def test_one_device_has_neither_split_nor_ranks(self):
         texts = Reader(page_of(made_plan((256,)))).texts

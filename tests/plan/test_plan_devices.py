@@ -41,4 +41,17 @@ def test_its_cards_are_found_wherever_they_stand_now(monkeypatch):
 def test_a_plan_in_one_line_says_where_splitting_changes_the_training():
     same, other = (Check("gradient", 0.1 * depends, None, depends) for depends in (False, True))
     assert "splitting" not in str(replace(make_plan(), checks=(same,)))
-    assert str(replace(make_plan(), checks=(same, other))).endswith(". Splitting changes the training, see plan.checks")
+    assert ". Splitting changes the training, see plan.checks" in str(replace(make_plan(), checks=(same, other)))
+
+
+def test_a_plan_in_one_line_names_a_chosen_step():
+    """Without effective_batch_size, a plan of tens of thousands of samples per step changed the training silently."""
+    chosen = replace(make_plan(), effective_batch_sizes=None, sample_batch_size=8)
+    said = "autosplit chose 16 samples per optimizer step (your sample batch has 8). To keep your own, pass "
+    assert str(chosen).endswith(f". {said}effective_batch_size")
+    assert "No loss was given, so the plan is for the mean of the model's outputs. autosplit chose" in str(
+        replace(chosen, loss_rule="mean")
+    )
+    assert "No loss was given" in str(replace(chosen, loss_rule="mean").explain())
+    assert "No loss was given" not in f"{chosen}{chosen.explain()}"
+    assert "autosplit chose" not in str(replace(chosen, effective_batch_sizes=(16, 16)))

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from folders import ROOT
 from raised import raises
 from torch import nn
 
@@ -54,6 +55,14 @@ def test_the_table_names_keywords_that_exist():
     assert [
         meant for meant in _MEANT.values() if meant.split("(")[0].split()[0] not in known | {"autosplit.fit_to_loader"}
     ] == []
+
+
+@pytest.mark.parametrize("name", ["tune", "measure"])
+def test_the_signature_has_types_and_only_the_arguments(name):
+    """The page of `tune` ended with `**unknown`, and its signature had no types."""
+    parameters = inspect.signature(getattr(autosplit, name)).parameters.values()
+    assert [one.name for one in parameters if one.kind is one.VAR_KEYWORD or one.annotation is one.empty] == []
+    assert "show_signature_annotations: true" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
 def test_the_loss_is_the_third_argument():
