@@ -17,7 +17,7 @@ INTRODUCTION = """# Contributed results
 `python docs/results.py` writes this page from the files in `docs/results`. To add a machine, run
 `autosplit doctor --share NAME.json` on it, and move the file to `docs/results`. Then run `python docs/results.py`, and
 open a pull request. The file has no user, path, process, host name or UUID.
-[The JSON page](json.md#sharedresult) describes its keys.
+[The JSON schema](json-schema.json) describes its keys (`SharedResult`).
 
 The rates are those of large matrix products and copies in memory. The small model is tuned and then trained, so its
 prediction can be compared with a measurement.
