@@ -97,7 +97,7 @@ def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
         return
     kind, scaled = plan.devices[0].kind, plan.precision == "fp16"
     device = _device_of_batches(plan, of)
-    batch, loss = _batch_and_loss(plan)
+    batch, loss = _batch_and_loss(plan, of)
     if any(note.kind == "not-checked" for note in plan.notes):
         yield "# The gradient check was not run. If the loss is not a mean over samples, steps() needs count=. Run"
         yield "# autosplit check FILE."
@@ -172,7 +172,7 @@ def _device_of_batches(plan: Plan, of: str) -> str:
     return "model.output_device" if moves else ""
 
 
-def _batch_and_loss(plan: Plan) -> tuple[str, str]:
+def _batch_and_loss(plan: Plan, of: str) -> tuple[str, str]:
     loss_from = _loss_from(plan)
     name = "inputs" if loss_from == "loss_fn" else "batch"
     stars = {"tensor": "", "arguments": "*", "keywords": "**"}[plan.called_with]
@@ -182,7 +182,8 @@ def _batch_and_loss(plan: Plan) -> tuple[str, str]:
         batch, loss = name, f"model({stars}{name}){_LOSS_IN_OUTPUTS[plan.loss_rule]}"
     else:
         batch, loss = "inputs, targets", f"loss_fn(model({stars}{name}), targets)"
-    return batch, f"{loss} / step.weight" if plan.loss_reduction == "sum" else loss
+    ranks = " * step.num_ranks" if of == "ctx" else ""  # DDP divides the gradient by the number of ranks
+    return batch, f"{loss}{ranks} / step.weight" if plan.loss_reduction == "sum" else loss
 
 
 def _command_of(plan: Plan, origin: Origin) -> str:

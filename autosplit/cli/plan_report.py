@@ -264,8 +264,9 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     shorter = "" if last == plan.batch_size else f" (the last of {counted_text(last, 'sample')})"
     rows.append(("accumulation_steps", f"{plan.accumulation_steps}{shorter}"))
     rows.append(("effective batch", f"{counted_text(plan.effective_batch_size, 'sample')} per optimizer step"))
-    if chosen := chosen_step_text(plan):
-        rows.append(("", chosen))
+    if chosen_step_text(plan):
+        own = plan.sample_batch_size or "your own"
+        rows.append(("", f"autosplit chose this. To keep {own}, set effective_batch_size"))
     rows.append(("throughput", f"{rate_text(plan.samples_per_s)}{_origin_text(plan)}"))
     if plan.checkpointed:
         names = plan.checkpointed

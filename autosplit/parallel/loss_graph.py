@@ -130,7 +130,7 @@ def warn_of_reading(reading: Reading, *, is_weighted: bool, is_combined: bool) -
     if reading.kind in ("samples", "unknown"):
         return
     if reading.kind == "sum":
-        cures = ["Tune with loss_reduction='sum', and pass step.backward(loss / step.weight)."]
+        cures = ["Tune with loss_reduction='sum', and pass step.backward(loss * step.num_ranks / step.weight)."]
     else:
         cures = [f"Pass count= to plan.steps or ctx.steps: {COUNTS[reading.kind]}."] * is_weighted
         cures += [

@@ -303,7 +303,8 @@ class Comparison:
         if rule is not None and rule.reduction is not None:
             reduce: Reduce = "sum" if rule.reduction == "sum" else "samples"
             if not split_is_off or self._split_error(whole, reduce) <= self.tolerance:
-                looping = ", and call step.backward(loss / step.weight) in the loop" if reduce == "sum" else ""
+                scaled = ", and call step.backward(loss * step.num_ranks / step.weight) in the loop"
+                looping = scaled if reduce == "sum" else ""
                 return (
                     f"It is a {rule.reduction} over the samples, but loss_reduction={self.workload.loss_reduction!r} "
                     f"was given. Pass loss_reduction={rule.reduction!r} to tune() or to Workload(){looping}."

@@ -477,7 +477,7 @@ def test_a_sum_is_told_from_a_mean():
     workload = classified(nn.Linear(4, 3), 6, loss_fn=loss_fn)
     advice = advice_on(check(workload), "loss")
     assert "loss_reduction='sum'" in advice
-    assert "step.backward(loss / step.weight)" in advice
+    assert "step.backward(loss * step.num_ranks / step.weight)" in advice
     only_gradient(check(replace(workload, loss_reduction="sum")))
     torch.testing.assert_close(*accumulated(workload, divided=True))
 
