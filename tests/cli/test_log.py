@@ -23,7 +23,6 @@ def script(tmp_path):
     return str(path)
 
 
-@pytest.mark.filterwarnings("ignore:No loss is given")
 def test_python_and_the_command_line_show_the_same(script, capsys, caplog):
     """Every step of a tuning and its ceilings, with its outcome and reason."""
     asked = {"devices": "cpu:8MiB,cpu:4MiB", "effective_batch_size": 8, "n_trials": 1}

@@ -565,7 +565,6 @@ def test_the_users_own_frames_are_shown(script, capsys):
     assert "train.py:3 in workload" in err
 
 
-@pytest.mark.filterwarnings("ignore:No loss is given")
 def test_simulated_machines_are_compared_and_remembered(script, capsys):
     command = ["compare", script(), "--devices", "sim:L4", "--devices", "sim:T4@1KiB", "--n-trials", "1"]
     command += ["--max-batch-size", "8", "--price", "L4=0.5", "--json"]
@@ -583,7 +582,6 @@ def test_simulated_machines_are_compared_and_remembered(script, capsys):
     assert plan["samples_per_s"] == fits["samples_per_s"]
 
 
-@pytest.mark.filterwarnings("ignore:No loss is given")
 def test_from_python(capsys):
     import torch
 

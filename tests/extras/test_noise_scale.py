@@ -18,8 +18,6 @@ from autosplit.extras.noise_scale import NoiseScale
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.epoch_steps import steps
 
-pytestmark = pytest.mark.filterwarnings("ignore:No optimizer has stepped")  # the tests need gradients, no updates
-
 SIZES = st.lists(st.integers(1, 500), min_size=2, max_size=6)
 
 

@@ -91,7 +91,6 @@ def test_an_update_that_a_grad_scaler_leaves_out_is_an_update() -> None:
     assert loader.batch_sampler.samples_consumed == 8
 
 
-@pytest.mark.filterwarnings("ignore:No optimizer has stepped")
 def test_a_loop_without_updates_counts_at_once() -> None:
     """torch does not see some updates, such as custom code. After one such step, the loop counts each step at once."""
     model, loader = make_model(), a_loader()

@@ -10,8 +10,6 @@ from ddp_jobs import make_plan
 
 from autosplit.parallel.effective_batch import EffectiveBatchWarning
 
-pytestmark = pytest.mark.filterwarnings("ignore:No optimizer has stepped")  # the tests need gradients, no updates
-
 
 def batches(*sizes: int) -> list[torch.Tensor]:
     return [torch.zeros(size, 1) for size in sizes]

@@ -23,8 +23,6 @@ from autosplit.parallel.epoch_steps import steps
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.solve.split import micro_batch_sizes
 
-pytestmark = pytest.mark.filterwarnings("ignore:No optimizer has stepped")  # the tests need gradients, no updates
-
 NUM_SAMPLES = 23
 INPUTS = torch.randn(NUM_SAMPLES, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randn(NUM_SAMPLES, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))

@@ -260,7 +260,6 @@ class TestUnfakeable:
         assert found.batch_size == 64
 
     @pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:1MiB,cpu:1MiB"])
-    @pytest.mark.filterwarnings("ignore:No loss is given")
     def test_the_plan_says_so(self, devices):
         plan = tune(without_fakes(), devices=devices, max_batch_size=8, n_trials=2, profile="off")
         assert "real-tensors" in kinds(plan.notes)

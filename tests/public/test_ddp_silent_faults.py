@@ -416,7 +416,6 @@ def test_a_sampler_that_divides_equally_is_refused(ranks):
         assert "gives each rank the same number of samples, but the plan has 7, 1." in text
 
 
-@pytest.mark.filterwarnings("ignore:No optimizer has stepped")
 @pytest.mark.parametrize("how", WRAPPED)
 def test_plan_steps_refuses_the_same_loaders(how):
     """The sampler did not learn what was consumed, so a resumed epoch of 45 samples trained 77."""
@@ -436,7 +435,6 @@ def run(steps: Any) -> int:
     return number
 
 
-@pytest.mark.filterwarnings("ignore:No optimizer has stepped")
 def test_other_loaders_are_not_refused():
     """A repeated batch, a validation between the steps, and a user's own batches have no schedule to hide."""
     plan = make_plan((7, 1), EFFECTIVE)

@@ -26,8 +26,6 @@ from torch.utils.data import (
 
 from autosplit import ddp
 
-pytestmark = pytest.mark.filterwarnings("ignore:No optimizer has stepped")  # the tests need gradients, no updates
-
 JOBS = [
     # split, effective batch, samples of the data set
     ((4,), 4, 45),

@@ -19,8 +19,6 @@ from torch.utils.data import DataLoader
 
 from autosplit import OutOfMemoryError, Plan, ddp
 
-pytestmark = pytest.mark.filterwarnings("ignore:No optimizer has stepped")  # the tests need gradients, no updates
-
 POINTS = [
     {"length": length, "times": times, "samples_per_s": 10 * times, "own_samples_per_s": 10 * times}
     for length, times in ((16, 1.0), (8, 2.5), (4, 6.0))

@@ -234,7 +234,6 @@ QUICK_KINDS = ("UserDict", "make_batch", "batch_dim 1", "bf16")
 
 @pytest.mark.parametrize("devices", ["sim:2xRTX3090", for_release("cpu:1MiB,cpu:1MiB")])
 @pytest.mark.parametrize("kind", [kind if kind in QUICK_KINDS else for_release(kind) for kind in KINDS])
-@pytest.mark.filterwarnings("ignore:No loss is given")
 def test_batches_of_every_kind_are_tuned(kind, devices):
     plan = tune(KINDS[kind](), devices=devices, effective_batch_size=12, max_batch_size=8, n_trials=2, profile="off")
     assert plan.accumulation_steps >= 2

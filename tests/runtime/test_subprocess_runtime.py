@@ -464,7 +464,6 @@ def test_the_other_processs_context_is_no_room_for_its_steps():
 ARGUMENTS = {"devices": "cpu:80KiB", "effective_batch_size": 256, "n_trials": 1, "profile": "off", "isolate": True}
 
 
-@pytest.mark.filterwarnings("ignore:No loss is given")
 @pytest.mark.slow
 def test_tuning_apart_finds_what_tuning_here_finds():
     source = partial(deadly, "nothing")
@@ -475,7 +474,6 @@ def test_tuning_apart_finds_what_tuning_here_finds():
     assert notes[0] == notes[1]
 
 
-@pytest.mark.filterwarnings("ignore:No loss is given")
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["kill", "exit", "host memory"])
 def test_tuning_finds_the_largest_batch_that_a_process_survives(end):

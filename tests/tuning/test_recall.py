@@ -53,10 +53,7 @@ from autosplit.tuning.tune import tune
 from autosplit.tuning.worker import Variant, Worker, Workers, alone
 from autosplit.workload.workload import Workload
 
-pytestmark = [
-    pytest.mark.usefixtures("without_workspaces"),  # devices of a few KiB
-    pytest.mark.filterwarnings("ignore:No loss is given"),
-]
+pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
 
 MIB = 2**20
 OPTIONS: dict[str, Any] = {"effective_batch_size": 16, "max_batch_size": 16, "n_trials": 1}

@@ -76,7 +76,6 @@ def test_output_replaces_nothing_but_a_plan(tmp_path, capsys):
     assert Path(file).read_text() == source
 
 
-@pytest.mark.filterwarnings("ignore:No loss is given")
 def test_a_single_device_that_accumulates_is_probed_as_it_accumulates():
     """The only device's ceiling did not count gradients of earlier micro-steps, so every trial ran out of memory."""
     plan = autosplit.tune(
@@ -100,7 +99,6 @@ def test_one_slow_run_does_not_decide(monkeypatch):
     assert measured.seconds < 5.0
 
 
-@pytest.mark.filterwarnings("ignore:No loss is given")
 def test_a_class_is_a_factory_of_its_models():
     """`Workload(Net, batch)` ended in a traceback, because the class was treated as a module."""
     plan = autosplit.tune(Sized, torch.randn(8, 4), devices="sim:RTX3090", max_batch_size=16, n_trials=2)
