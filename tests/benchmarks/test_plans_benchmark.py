@@ -1,0 +1,104 @@
+"""The comparison of saved plans: figures without noise must be equal, and figures that depend on times may differ."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections import Counter
+
+import ddp_jobs
+import pytest
+from folders import BENCHMARKS
+
+import autosplit
+
+SIMULATED, MEASURED = "sim: an MLP", "cpu: an MLP"
+
+
+@pytest.fixture(scope="module")
+def bench() -> dict:
+    path, modules = list(sys.path), set(sys.modules)
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return runpy.run_path(str(BENCHMARKS / "plans.py"))
+    finally:
+        sys.path[:] = path
+        for name in {"plan_cases", "char_gpt"} - modules:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def compare(bench, tmp_path, monkeypatch, capsys):
+    """Return a function that saves figures of two runs, compares them, and returns the exit code and the output."""
+
+    def run(old: dict, new: dict, *words: str) -> tuple[int, str]:
+        files = [tmp_path / "old.json", tmp_path / "new.json"]
+        for file, plans in zip(files, (old, new), strict=True):
+            file.write_text(bench["saved_text"](plans), encoding="utf-8")
+        monkeypatch.setattr(sys, "argv", ["plans.py", "compare", *map(str, files), *words])
+        return bench["main"](), capsys.readouterr().out
+
+    return run
+
+
+def saved(bench, **changes) -> dict:
+    """Return the figures of a handmade plan, as a file has them."""
+    found = bench["plan_figures"](ddp_jobs.make_plan((4, 2), 12))
+    return json.loads(json.dumps({**found, **changes}))
+
+
+def test_equal_plans_are_equal(bench, compare):
+    plans = {SIMULATED: saved(bench), MEASURED: saved(bench)}
+    assert compare(plans, plans) == (0, f"equal    {SIMULATED}\nequal    {MEASURED}\n2 equal\n")
+
+
+@pytest.mark.parametrize(("figure", "other"), [("samples_per_s", 11.0), ("split", [3, 3]), ("notes", ["device-idle"])])
+def test_every_figure_of_a_simulated_plan_counts(bench, compare, figure, other):
+    code, output = compare({SIMULATED: saved(bench)}, {SIMULATED: saved(bench, **{figure: other})})
+    assert code == 1
+    assert f"differs  {SIMULATED}\n         {figure}: " in output
+    assert output.endswith(f" -> {json.dumps(other)}\n1 differs\n")
+
+
+def test_the_split_of_budgets_depends_on_times_and_their_ceilings_do_not(bench, compare):
+    old = {MEASURED: saved(bench)}
+    noise = {"split": [3, 3], "samples_per_s": 11.0}
+    code, output = compare(old, {MEASURED: saved(bench, **noise)})
+    assert (code, output) == (
+        0,
+        f"noise    {MEASURED}\n         depends on times: split, samples_per_s x1.10\n1 noise\n",
+    )
+    code, output = compare(old, {MEASURED: saved(bench, ceilings=[], **noise)})
+    assert code == 1
+    assert "\n         ceilings: [[" in output
+
+
+def test_an_error_in_place_of_a_plan_differs(bench, compare):
+    code, output = compare({MEASURED: saved(bench)}, {MEASURED: {"error": "DoesNotFitError"}})
+    assert code == 1
+    assert 'error: null -> "DoesNotFitError"' in output
+
+
+def test_a_missing_case_differs_and_a_new_one_does_not(bench, compare):
+    both = {SIMULATED: saved(bench), MEASURED: saved(bench)}
+    one = {MEASURED: saved(bench)}
+    assert compare(both, one) == (1, f"missing  {SIMULATED}\nequal    {MEASURED}\n1 missing, 1 equal\n")
+    assert compare(one, both)[0] == 0
+    assert compare(both, one, "--kinds", "cpu") == (0, f"equal    {MEASURED}\n1 equal\n")
+    assert compare(both, one, "--only", "cpu: an") == (0, f"equal    {MEASURED}\n1 equal\n")
+
+
+def test_a_file_of_other_versions_is_reported(bench, tmp_path, capsys):
+    file = tmp_path / "old.json"
+    file.write_text('{"versions": {"torch": "1.0"}, "plans": {}}', encoding="utf-8")
+    assert bench["read"](file, ["sim"], "") == {}
+    assert "old.json is from {'torch': '1.0'}" in capsys.readouterr().err
+
+
+def test_each_case_has_its_own_name_a_known_kind_and_a_workload(bench):
+    cases = bench["CASES"]
+    assert max(Counter(case.name for case in cases).values()) == 1
+    assert {case.kind for case in cases} == set(bench["EXACT"])
+    for make in {case.workload for case in cases}:
+        assert isinstance(make(), autosplit.Workload)
