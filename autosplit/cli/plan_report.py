@@ -23,7 +23,7 @@ from autosplit.cli.tables import (
 )
 from autosplit.devices.catalog import SIMULATED_ERRORS, UNMEASURED_RATES
 from autosplit.plan.explanation import BINDING_SHARE, loader_target
-from autosplit.plan.plan import Plan, chosen_step_text
+from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings, shares_processor
 from autosplit.plan.strategy import recommended_plan, recommends_ddp
 from autosplit.solve.split import even_split
@@ -264,7 +264,7 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     shorter = "" if last == plan.batch_size else f" (the last of {counted_text(last, 'sample')})"
     rows.append(("accumulation_steps", f"{plan.accumulation_steps}{shorter}"))
     rows.append(("effective batch", f"{counted_text(plan.effective_batch_size, 'sample')} per optimizer step"))
-    if chosen_step_text(plan):
+    if plan.effective_batch_sizes is None:
         own = plan.sample_batch_size or "your own"
         rows.append(("", f"autosplit chose this. To keep {own}, set effective_batch_size"))
     rows.append(("throughput", f"{rate_text(plan.samples_per_s)}{_origin_text(plan)}"))

@@ -204,7 +204,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         try:
             return super().load_state_dict(state_dict, *args, **kwargs)
         except RuntimeError as error:
-            advise(error, "model.load_state_dict(autosplit.matching_state_dict(model, state)) loads it")
+            advise(error, "model.load_state_dict(autosplit.matching_state_dict(model, state)) loads a plain model's")
             raise
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

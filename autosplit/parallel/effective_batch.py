@@ -22,8 +22,7 @@ def warn_of_short_dataset(num_samples: int, expected: int) -> None:
         found = counted_text(num_samples, "sample")
         warn_user(
             f"The data set has {found}, but the plan has {expected} per optimizer step. So each epoch is one step of "
-            f"{found}. To train as planned, tune with effective_batch_size={num_samples} or "
-            "less.",
+            f"{found}. To train as planned, tune with effective_batch_size={num_samples} or less.",
             EffectiveBatchWarning,
         )
 

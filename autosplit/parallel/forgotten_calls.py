@@ -18,7 +18,7 @@ ROUNDING = 1e-6
 
 
 class ForgottenCalls(StepListener):
-    """Listen to the first two steps of a loop, and warn in the second step.
+    """Listen to the first two steps of a loop, and warn of mistakes that change the training.
 
     A loop may clear the gradients at the end of a step, at its beginning, or before its only micro-batch. Optimizers
     may take turns. So a gradient was forgotten only if the second step begins with it, and a backward adds to it.
@@ -84,7 +84,7 @@ class ForgottenCalls(StepListener):
 
 
 class _Gradient:
-    """A parameter's gradient, with a copy of its values. To compare them waits for the device."""
+    """A parameter's gradient, with a copy of its values. A comparison waits for the device."""
 
     def __init__(self, parameter: Tensor, values: Tensor) -> None:
         self._parameter, self._values = parameter, values.detach().clone()
