@@ -1,4 +1,4 @@
-"""Define the cases of `plans.py`: one row each, with a name, a workload, devices, and arguments of `autosplit.tune`.
+"""Define the cases of `compare_plans.py`: one row each, with a name, a workload, devices, and arguments of `tune`.
 
 The first word of a name is the kind of the devices.
 """

@@ -1,7 +1,7 @@
 """Save the plans of about 60 workloads and device sets, and compare them with saved ones.
 
-    python benchmarks/plans.py save FILE [--kinds sim cluster cpu ranks emulated] [--only TEXT]
-    python benchmarks/plans.py compare FILE [NEW_FILE] [--kinds ...] [--only TEXT]
+    python benchmarks/compare_plans.py save FILE [--kinds sim cluster cpu ranks emulated] [--only TEXT]
+    python benchmarks/compare_plans.py compare FILE [NEW_FILE] [--kinds ...] [--only TEXT]
 
 Save the plans before a refactoring, and compare after each part of it. `compare` makes all plans again, or reads them
 from a second file. It prints one line for each case. If a figure without noise differs, the exit code is 1.
@@ -12,7 +12,7 @@ split depends on measured times. If an effective batch size fits into one forwar
 depend on the split. So no case of `cpu` has such a size.
 
 The default is every kind except `emulated`, which needs a C++ compiler. Memory depends on torch, so saved plans are
-only valid for the same versions. `benchmarks/plans.json` has plans of all kinds.
+only valid for the same versions. `benchmarks/compare_plans.json` has plans of all kinds.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def bench() -> dict:
     path, modules = list(sys.path), set(sys.modules)
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        return runpy.run_path(str(BENCHMARKS / "plans.py"))
+        return runpy.run_path(str(BENCHMARKS / "compare_plans.py"))
     finally:
         sys.path[:] = path
         for name in {"plan_cases", "char_gpt"} - modules:
@@ -36,7 +36,7 @@ def compare(bench, tmp_path, monkeypatch, capsys):
         files = [tmp_path / "old.json", tmp_path / "new.json"]
         for file, plans in zip(files, (old, new), strict=True):
             file.write_text(bench["saved_text"](plans), encoding="utf-8")
-        monkeypatch.setattr(sys, "argv", ["plans.py", "compare", *map(str, files), *words])
+        monkeypatch.setattr(sys, "argv", ["compare_plans.py", "compare", *map(str, files), *words])
         return bench["main"](), capsys.readouterr().out
 
     return run
@@ -102,3 +102,9 @@ def test_each_case_has_its_own_name_a_known_kind_and_a_workload(bench):
     assert {case.kind for case in cases} == set(bench["EXACT"])
     for make in {case.workload for case in cases}:
         assert isinstance(make(), autosplit.Workload)
+
+
+def test_scripts_and_helpers_of_tests_have_different_names() -> None:
+    """Both folders are on the import path. `plans.py` was in both, and tests imported the wrong one."""
+    names = {path.name for path in BENCHMARKS.glob("*.py")}
+    assert names.isdisjoint(path.name for path in BENCHMARKS.parent.glob("tests/**/*.py"))
