@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from autosplit.errors import warn_user
-from autosplit.parallel.awaited_update import StepsWarning, optimizers_since, updates_by_optimizer
+from autosplit.parallel.awaited_update import AwaitedUpdate, StepsWarning, optimizers_since, updates_by_optimizer
 from autosplit.parallel.loss_graph import outer_factor
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.parallel.step_listener import StepListener
@@ -25,7 +26,8 @@ class ForgottenCalls(StepListener):
     """
 
     def __init__(self) -> None:
-        self._steps: list[OptimizerStep] = []
+        # Keep no step: it holds its loss, and plans count the memory of only one loss.
+        self._steps: list[_Step] = []
         self._updates: Counter[int] = Counter()
         self._has_drawn = self._has_looked = False
         self._left: _Gradient | None = None
@@ -33,7 +35,7 @@ class ForgottenCalls(StepListener):
     def follow(self, step: OptimizerStep) -> None:
         """Listen to a step, if it is one of the first two."""
         if len(self._steps) < 2:
-            self._steps.append(step)
+            self._steps.append(_Step(step.index, len(step), step.num_ranks, step.awaited))
             step.listeners.append(self)
 
     def draw(self, is_last: bool) -> None:  # noqa: ARG002
@@ -45,11 +47,12 @@ class ForgottenCalls(StepListener):
     def first_loss(self, loss: Tensor, samples: int, weight: float) -> None:  # noqa: ARG002
         """Warn if the loss of the first step is divided by a number by which `step.backward` divides it, too."""
         step, factor = self._steps[-1], outer_factor(loss)
-        divisors = [number for number in (len(step), step.num_ranks, 1 / weight) if number > 1]
+        divisors = [number for number in (step.micro_steps, step.num_ranks, 1 / weight) if number > 1]
         if len(self._steps) == 1 and factor and any(abs(factor * number - 1) < ROUNDING for number in divisors):
             warn_user(
-                f"The loss is multiplied by {factor:.3g}, but step.backward(loss) weights each of the {len(step)} "
-                f"micro-batches and {step.num_ranks} ranks itself. Pass the mean loss of the micro-batch.",
+                f"The loss is multiplied by {factor:.3g}, but step.backward(loss) weights each of the "
+                f"{step.micro_steps} micro-batches and {step.num_ranks} ranks itself. Pass the mean loss of the "
+                "micro-batch.",
                 StepsWarning,
             )
 
@@ -81,6 +84,14 @@ class ForgottenCalls(StepListener):
             )
         if len(self._steps) == 2:
             self._left = None
+
+
+@dataclass(frozen=True)
+class _Step:
+    index: int
+    micro_steps: int
+    num_ranks: int
+    awaited: AwaitedUpdate
 
 
 class _Gradient:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -191,3 +192,16 @@ def test_steps_of_an_ended_epoch_are_an_error() -> None:
         optimizer.zero_grad()
     with raises(InputError, "steps-of-ended-epoch"):
         iter(made)
+
+
+def test_a_finished_step_is_not_kept():
+    """The first step's loss stayed in memory during the second step. A plan that filled its budget ran out by 512 B."""
+    model, kept = make_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in make_plan((2, 1), 4).steps(DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=2)):
+        for inputs, targets in step:
+            step.backward(nn.functional.mse_loss(model(inputs), targets))
+            assert [one() for one in kept] == [None] * len(kept)
+        updates_and_clears(model, optimizer)
+        kept.append(weakref.ref(step))
+    assert len(kept) > 2
