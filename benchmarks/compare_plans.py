@@ -226,7 +226,7 @@ def compared(old: Saved, new: Saved) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that change plans: torch's memory, and Python's text, from which the GPT learns."""
+    """Return the versions that change plans: torch's memory, and Python's text, which trains the GPT."""
     return {"python": platform.python_version(), "torch": torch.__version__}
 
 

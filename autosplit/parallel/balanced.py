@@ -204,7 +204,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         try:
             return super().load_state_dict(state_dict, *args, **kwargs)
         except RuntimeError as error:
-            advise(error, "model.load_state_dict(autosplit.matching_state_dict(model, state)) loads a plain model's")
+            call = "model.load_state_dict(autosplit.matching_state_dict(model, state))"
+            advise(error, f"to load the state dict of a plain model, call {call}")
             raise
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -45,7 +45,7 @@ class ForgottenCalls(StepListener):
             self._left = _left_over(self._updates)
 
     def first_loss(self, loss: Tensor, samples: int, weight: float) -> None:  # noqa: ARG002
-        """Warn if the loss of the first step is divided by a number by which `step.backward` divides it, too."""
+        """Warn if the loop divides the loss of the first step itself, as `step.backward` does."""
         step, factor = self._steps[-1], outer_factor(loss)
         divisors = [number for number in (step.micro_steps, step.num_ranks, 1 / weight) if number > 1]
         if len(self._steps) == 1 and factor and any(abs(factor * number - 1) < ROUNDING for number in divisors):

@@ -188,8 +188,8 @@ class PlanRecord:
         loss_reduction: ``"mean"`` or ``"sum"``: how the loss combines samples. Scalar outputs of the replicas are
             combined in the same way.
         called_with: How the model takes its inputs: as one ``"tensor"``, as ``"arguments"`` or as ``"keywords"``.
-        loss_rule: Where the loss is in the outputs: their ``"attribute"`` or ``"item"`` named loss, the ``"first"``
-            output, a ``"scalar"`` output, or ``"mean"`` (there is none). None if the workload has a loss function.
+        loss_rule: Where the loss is: ``"attribute"`` (``outputs.loss``), ``"item"`` (``outputs["loss"]``), ``"first"``
+            (``outputs[0]``), ``"scalar"`` (the output) or ``"mean"`` (nowhere). None if a function computes the loss.
         simulated: Whether the devices are simulated. Such a plan can't be used for training.
         complete: Whether the search was finished. If it was interrupted, this is the best plan so far.
         machine: The kind of machine that the plan is for.

@@ -364,7 +364,7 @@ def _accumulation_advice(rule: Rule | None) -> str:
     if rule.count is None:
         return (
             "The loss is a mean, but not over samples. Pass count= to plan.steps: a function that returns the "
-            "number by which the loss is divided, such as the sum of the weights."
+            "divisor of the mean, such as the sum of the weights."
         )
     return (
         f"It is a mean over {rule.over}, not over samples. Accumulate with plan.steps(loader, count=lambda batch: "
