@@ -21,10 +21,10 @@ import torch
 import vl_convert
 
 import autosplit
-from autosplit.extras.report_charts import CONFIG, HATCH, charts_of
 from autosplit.plan.record import DdpPlan
 from autosplit.runtime.memory_tracker import Entry, Tracker
 from autosplit.text import counted_text
+from autosplit.tools.report_charts import CONFIG, HATCH, charts_of
 from autosplit.workload.from_file import load_workload
 
 ROOT = Path(__file__).parent.parent

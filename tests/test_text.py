@@ -15,16 +15,16 @@ from raised import raises
 from rich.console import Console
 
 from autosplit.cli.check_report import print_checks
-from autosplit.cli.commands.devices import print_devices
 from autosplit.cli.main import main
 from autosplit.cli.pasted_code import Origin
 from autosplit.cli.plan_report import print_plan
 from autosplit.cli.terminal import progress_bar
 from autosplit.ddp.find_plan import plan_for_job
-from autosplit.devices.inventory import DeviceReport
 from autosplit.errors import DeviceError
 from autosplit.probe.check_result import Check
 from autosplit.text import LONGEST, listed, printable, printable_json, shortened, without_passwords
+from autosplit.tools.devices_command import print_devices
+from autosplit.tools.inventory import DeviceReport
 from autosplit.tuning import tune
 from autosplit.tuning.progress import Progress
 

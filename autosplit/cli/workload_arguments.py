@@ -131,7 +131,7 @@ def loaded(
 
     In a job, each rank loads the workload later, so that all ranks get an error of any rank.
     """
-    from autosplit.extras.workload_spec import built_workload, workload_of_spec
+    from autosplit.cli.workload_spec import built_workload, workload_of_spec
 
     if together:
         later = functools.partial(built_workload, spec, **model_options)

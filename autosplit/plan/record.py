@@ -18,9 +18,9 @@ from autosplit.errors import PlanError
 from autosplit.files import profile_with_key, read_bounded, replace_file, what_stands_at
 from autosplit.notes import Note
 from autosplit.plan.explanation import Change, Explained, TunedWay
+from autosplit.plan.loader_settings import LoaderSettings
 from autosplit.plan.validation import PRECISIONS, control_character, fits_devices, unfit_number, unsound_part
 from autosplit.probe.check_result import Check
-from autosplit.probe.loader_result import LoaderSettings
 from autosplit.solve.memory import Ceiling, Fits, MemoryParts, Region
 from autosplit.solve.padded_length import LengthPlan
 from autosplit.solve.split import accumulation_steps

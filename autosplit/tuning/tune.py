@@ -316,7 +316,7 @@ def _tuned_by_length(
     lengths: Sequence[int], variants: Sequence[Variant], tuning: _Tuning, notes: tuple[Note, ...]
 ) -> Plan:
     """Tune for samples of the greatest length, as 50% of the progress. Then measure shorter samples."""
-    from autosplit.extras.tuned_lengths import with_lengths  # an allowed layering violation, see tests/test_layers.py
+    from autosplit.tools.tuned_lengths import with_lengths  # an allowed layering violation, see tests/test_layers.py
 
     def longest(part: Progress) -> None:
         if part.stage != "done":

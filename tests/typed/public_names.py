@@ -12,16 +12,16 @@ from typing_extensions import assert_type
 
 import autosplit
 from autosplit.devices.device import Device
-from autosplit.extras.compare import Comparison
+from autosplit.integrations.exported import Export
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.epoch_steps import Steps
-from autosplit.plan.exported import Export
-from autosplit.plan.goodput import Goodput
 from autosplit.plan.measured_step import MeasuredStep
 from autosplit.plan.split_comparison import SplitComparison
 from autosplit.probe.check_result import Check
 from autosplit.runtime.memory_tracker import Tracker
+from autosplit.sim.compare import Comparison
 from autosplit.solve.memory import Ceiling
+from autosplit.tools.goodput import Goodput
 
 
 def names() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from autosplit.addons import addon
 from autosplit.cli.named_plan import shown_by
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_plan, progress, speaks
 from autosplit.cli.pasted_code import Origin
@@ -20,7 +21,6 @@ from autosplit.cli.workload_arguments import (
     loaded,
     ranks_to_start,
     tuned_quietly,
-    users_errors,
 )
 from autosplit.errors import InputError, PlanError
 from autosplit.launcher import end_with_launcher
@@ -28,7 +28,6 @@ from autosplit.plan.plan import Plan
 from autosplit.profiles.store import NOT_SAVED
 from autosplit.text import without_passwords
 from autosplit.tuning.progress import Progress
-from autosplit.workload.from_file import load_loader
 
 
 def tune(
@@ -101,20 +100,7 @@ def _one_machine(spec: str, devices: Sequence[str]) -> dict[str, str]:
 
 def _fit_to(spec: str | None) -> Callable[[Plan], Plan]:
     """Return a function that fits a plan to the DataLoader of a file. The DataLoader is loaded and checked now."""
-    if spec is None:
-        return lambda plan: plan
-    from autosplit.extras.loader_bound import fit_to_loader
-    from autosplit.extras.loader_speed import check_loader
-
-    with users_errors(spec):
-        loader = load_loader(spec)
-        check_loader(loader)
-
-    def fit(plan: Plan) -> Plan:
-        with users_errors(spec):
-            return fit_to_loader(plan, loader)
-
-    return fit
+    return addon("loader_fit")(spec) if spec is not None else lambda plan: plan
 
 
 def _tuned(
