@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from autosplit.tools.loader_bound import fit_to_loader as fit_to_loader
     from autosplit.tools.loader_speed import measure_loader as measure_loader
     from autosplit.tools.noise_scale import NoiseScale as NoiseScale
+    from autosplit.tools.tune_best import tune_best as tune_best
+    from autosplit.tools.tune_lengths import tune_lengths as tune_lengths
     from autosplit.tools.tune_sharded import tune_sharded as tune_sharded
     from autosplit.tuning.measure import measure as measure
     from autosplit.tuning.tune import tune as tune
@@ -52,6 +54,8 @@ _HOMES = {
     "parse_devices": "devices.spec",
     "to_device": "parallel.moved_batch",
     "tune": "tuning.tune",
+    "tune_best": "tools.tune_best",
+    "tune_lengths": "tools.tune_lengths",
     "tune_sharded": "tools.tune_sharded",
     "workload_from_name": "sim.from_name",
 }

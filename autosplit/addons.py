@@ -6,6 +6,7 @@ The core imports none of these packages, and works without their folders.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 from autosplit.errors import InputError
@@ -18,7 +19,15 @@ ADDONS = {
     "figure_of": "tools.charts:figure_of",
     "goodput_of": "tools.goodput:goodput_of",
     "loader_fit": "tools.loader_bound:loader_fit",
+    "lengths_in": "tools.lengths_file:lengths_in",
     "named_workload": "sim.named_workload:named_workload",
+    "oom_cuts": "tools.oom_cuts:cuts_of_loader",
+    "plan_for_job_devices": "tools.other_devices:plan_for_job_devices",
+    "shard": "tools.fsdp:shard",
+    "slow_ranks": "tools.slow_ranks:SlowRanks",
+    "token_sampler": "tools.token_sampler:TokenBatchSampler",
+    "tune_best": "tools.tune_best:tune_best",
+    "tune_lengths": "tools.tune_lengths:tune_lengths",
 }
 """The function of each name, as "module:function"."""
 
@@ -50,3 +59,9 @@ def found_at(place: str) -> Any:
             "again: pip install --force-reinstall autosplit."
         ) from None
     return getattr(importlib.import_module(f"autosplit.{module}"), function)
+
+
+def found_addon(name: str) -> Any | None:
+    """Return the function of a name in `ADDONS`, or None if its package is not installed."""
+    package = ADDONS[name].partition(".")[0]
+    return addon(name) if importlib.util.find_spec(f"autosplit.{package}") is not None else None

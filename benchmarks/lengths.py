@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 import autosplit
 from autosplit.plan.plan import Plan
-from autosplit.solve import padded_length
+from autosplit.tools import padded_length
 
 DEVICES = "cpu:24MiB,cpu:8MiB"
 SIMULATED = "sim:2xL4"

@@ -25,7 +25,7 @@ from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from autosplit import ddp
-from autosplit.ddp import slow_ranks
+from autosplit.tools import slow_ranks
 
 SAMPLE_S, SLOWER = 0.004, 2
 SPLIT = (16, 16)

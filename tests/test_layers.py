@@ -57,7 +57,7 @@ WITHOUT_TORCH = (
     "solve.search_space",
     "solve.trial",
     "solve.solver",
-    "solve.padded_length",
+    "tools.padded_length",
     "plan.explanation",
     "plan.measured_step",
     "plan.split_comparison",

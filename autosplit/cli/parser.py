@@ -287,9 +287,18 @@ class _Parser(ArgumentParser):
         wrong = next((word for word in unknown if word.startswith("-")), None)
         if wrong is None:
             self.error(f"unexpected argument {shown(unknown[0])}")
-        near = difflib.get_close_matches(wrong.partition("=")[0], self._option_string_actions, 1)
+        name = wrong.partition("=")[0]
+        if name in _REMOVED:
+            self.error(f"{name} was removed. {_REMOVED[name]}")
+        near = difflib.get_close_matches(name, self._option_string_actions, 1)
         self.error(f"{shown(wrong)} is not an option{f'. Did you mean {near[0]}?' if near else ''}")
 
+
+_REMOVED = {
+    "--fits": "Run autosplit probe --role resume, save or eval.",
+    "--storage": "The plan has every trial: autosplit show --json",
+}
+"""Options that older versions had, with the replacement."""
 
 _SETTINGS: Mapping[str, Any] = {
     "formatter_class": _Layout,

@@ -119,8 +119,6 @@ def _to_transformers(plan: PlanRecord, _path: object) -> Export:
         "bf16": plan.precision == "bf16",
         "fp16": plan.precision == "fp16",
     }
-    if plan.fits is not None and plan.fits.eval_batch_size:
-        arguments["per_device_eval_batch_size"] = plan.fits.eval_batch_size
     if plan.devices[0].kind == "cpu":
         arguments["use_cpu"] = True
     if even.num_ranks > 1:

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from autosplit.parallel.batch_sampler import ScheduledBatchSampler
     from autosplit.parallel.epoch_steps import Steps
     from autosplit.parallel.step_listener import NoiseEstimate
-    from autosplit.parallel.token_sampler import TokenBatchSampler
     from autosplit.plan.split_comparison import SplitComparison
     from autosplit.runtime.memory_tracker import Tracker
     from autosplit.tools.goodput import Goodput
+    from autosplit.tools.token_sampler import TokenBatchSampler
 
 
 @dataclass(frozen=True, repr=False)
@@ -289,9 +289,7 @@ class Plan(PlanRecord):
             InputError: A length is greater than the plan's, or not a whole number of 1 or more. Or the model has
                 BatchNorm layers, which need more than one sample and include padding.
         """
-        from autosplit.parallel.token_sampler import TokenBatchSampler
-
-        made = TokenBatchSampler(
+        made: TokenBatchSampler = addon("token_sampler")(
             required_lengths(self),
             lengths,
             self.split,
@@ -401,10 +399,10 @@ class Plan(PlanRecord):
         from autosplit.parallel.batch_sampler import ScheduledBatchSampler
         from autosplit.parallel.effective_batch import compared
         from autosplit.parallel.epoch_steps import Steps, steps
-        from autosplit.parallel.oom_cuts import cuts_for
+        from autosplit.parallel.parts import cuts_of
 
         note = partial(add_note_to_file, self)
-        cuts = cuts_for(loader, on_oom, dim=self.batch_dim, least=least_share(self), count=count, note=note)
+        cuts = cuts_of(loader, on_oom, dim=self.batch_dim, least=least_share(self), count=count, note=note)
         made = steps(
             loader,
             batch_size=self.batch_size,

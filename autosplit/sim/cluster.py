@@ -51,7 +51,7 @@ TREE_SHARE = 0.9
 PCIE_BYTES_PER_S = 63e9
 """Rate of PCI Express 5.0 x16. Faster links between GPUs are NVLink or similar."""
 
-_REFUSED = ("checkpointing", "fits", "lengths", "loader")
+_REFUSED = ("checkpointing", "lengths", "loader")
 """Options of `tune` that predictions for clusters can't use."""
 
 _EXPECTED = "Expected a spec such as sim:4x(8xA100-80GB)+2x(4xL40S)@100Gbps."

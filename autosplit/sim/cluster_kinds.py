@@ -66,7 +66,7 @@ def measured_kinds(
     placed = [*devices] * (1 if len(devices) > 1 else 2)  # a single rank has no buckets
     request = checked_request(devices=placed, strategy="ddp", reserve=reserve, time_limit_s=time_limit_s)
 
-    def source_of(_variant: Any) -> Any:
+    def source_of(_number: int) -> Any:
         return workload_source(model_or_workload, sample_batch, described)
 
     with worker_for(request, source_of, isolate=False) as worker, users_code_named():
@@ -81,10 +81,9 @@ def _examined(workers: Any, tell: Callable[[Any], None]) -> tuple[list[RankKind]
     from autosplit.runtime.tracked_step import bucket_bytes
     from autosplit.tuning.lone_session import LoneSession
     from autosplit.tuning.session import POINT_BUDGET_S
-    from autosplit.tuning.worker import Variant, Worker
+    from autosplit.tuning.worker import Worker
 
-    workers.ask(Worker.prepare, [Variant()])
-    workers.ask(Worker.build, 0)
+    workers.ask(Worker.build)
     key = ProfileKey(workers.job.machine, workers.own.description(), {})
     request, notes = workers.trace(workers.job.request, key)
     session = LoneSession(workers, request, key, tell, notes)

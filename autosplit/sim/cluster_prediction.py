@@ -66,7 +66,7 @@ SCALING_ERRORS = (
 )
 """The measured errors of predictions for clusters, from benchmarks/results/published_scaling.json."""
 
-_OF_SEARCH = ("n_trials", "storage", "sampler", "isolate", "profile", "name", "seed", "progress", "strategy")
+_OF_SEARCH = ("n_trials", "sampler", "isolate", "profile", "name", "seed", "progress", "strategy")
 """Options of `tune` that change no prediction, because no trial runs."""
 
 

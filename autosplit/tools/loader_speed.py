@@ -21,9 +21,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.errors import InputError, from_user_code, one_line
 from autosplit.notes import Note
+from autosplit.plan.loader_settings import LoaderSettings
 from autosplit.rng import kept_rng
 from autosplit.solve.split import whole_number
-from autosplit.tools.loader_result import LoaderSettings, MeasuredLoader, TimedLoader
+from autosplit.tools.loader_result import MeasuredLoader, TimedLoader
 from autosplit.torch_versions import private
 from autosplit.workload.sample_batch import generators_of
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import InputError
-from autosplit.parallel.oom_cuts import AddedGradients
 from autosplit.parallel.step_listener import StepListener, Sums
+from autosplit.tools.oom_cuts import AddedGradients
 
 WINDOW = 1000
 """Largest number of optimizer steps in the estimate.

@@ -94,7 +94,7 @@ def token_budgets(
 
     def with_log_probs() -> Workload:
         found = workload if isinstance(workload, Workload) else workload()
-        return replace(found, evaluate=compute_log_probs, fits=("eval",))
+        return replace(found, evaluate=compute_log_probs, held=("eval",))
 
     # Call a function again: for simulated GPUs, it builds its model without allocating memory.
     passed = with_log_probs() if isinstance(workload, Workload) else with_log_probs

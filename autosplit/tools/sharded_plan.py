@@ -50,7 +50,6 @@ import torch
 from torch import Tensor
 
 from autosplit.ddp.context import Context
-from autosplit.ddp.other_devices import RankDevice, of_entries
 from autosplit.errors import InputError, PlanError
 from autosplit.notes import Note
 from autosplit.plan.plan import Plan
@@ -62,6 +61,7 @@ from autosplit.solve.problem import Problem, Solution
 from autosplit.solve.step_time import BACKWARD_SHARE, Fit, TimeCurve
 from autosplit.solve.trial import LEAST_DIFFERENCE
 from autosplit.text import counted_text, ms_text, rate_text, size_text
+from autosplit.tools.other_devices import RankDevice, of_entries
 
 Activations = Callable[[int, int], int]
 """Bytes of a forward and backward of some samples on a rank, without parameters and gradients: ``(rank, samples)``."""

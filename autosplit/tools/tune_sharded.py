@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.accelerators import is_accelerator
-from autosplit.ddp.fsdp import Layers, groups_of
 from autosplit.devices.catalog import find_card
 from autosplit.devices.device import Device, reserve_bytes
 from autosplit.devices.spec import parse_devices
@@ -43,6 +42,7 @@ from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.solve.memory import Ceiling
 from autosplit.text import size_text
+from autosplit.tools.fsdp import Layers, groups_of
 from autosplit.tools.sharded_plan import Activations, shard_sizes, sharded_plan, state_bytes
 from autosplit.torch_versions import FakeTensor
 from autosplit.tuning.keywords import refuse_unknown
@@ -143,7 +143,7 @@ def tune_sharded(
         warn_of_other_model(plan, model)
         traced_on = [_like(index, planned) for index, planned in enumerate(plan.devices)]
     described = {name: options[name] for name in _DESCRIBED & options.keys()} | {"loss_fn": loss_fn}
-    described |= {"precision": plan.precision, "fits": ()}
+    described |= {"precision": plan.precision}
     source = workload_source(given, sample_batch, described)
     with _activations(source, traced_on, plan) as activations:
         return sharded_plan(

@@ -18,8 +18,8 @@ from autosplit.plan.explanation import TunedWay
 from autosplit.plan.loader_settings import LoaderSettings
 from autosplit.plan.record import DdpPlan
 from autosplit.probe.check_result import Check
+from autosplit.solve.length_plan import LengthPlan, LengthPoint
 from autosplit.solve.memory import Fits, MemoryFit, Region
-from autosplit.solve.padded_length import LengthPlan, LengthPoint
 
 REGION = Region(MemoryFit(0.0, 1.0), GIB, 400, (400,), 512)
 """A plan with a region is for BalancedDataParallel."""

@@ -22,12 +22,12 @@ from machines import Machines, missing
 from raised import raises
 from ranks import free_port
 
-from autosplit.ddp import other_devices
-from autosplit.ddp.other_devices import own_device
 from autosplit.ddp.rendezvous import Place
 from autosplit.devices.accelerator import Visible
 from autosplit.errors import DeviceError, PlanError
 from autosplit.plan.plan import Plan
+from autosplit.tools import other_devices
+from autosplit.tools.other_devices import own_device
 
 PATIENCE_S = 400
 """How long to wait for an event. torchrun notices a lost machine after some seconds, on an idle machine."""

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from autosplit import Plan, ddp
-from autosplit.ddp.fsdp import groups_of
+from autosplit.tools.fsdp import groups_of
 from autosplit.tools.sharded_plan import gathered_bytes, state_bytes
 
 pytestmark = pytest.mark.slow  # the job takes about 20 s on two cores

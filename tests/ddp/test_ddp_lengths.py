@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 import autosplit
 from autosplit import ddp
 from autosplit.oom import OutOfMemoryError
-from autosplit.parallel.token_sampler import TokenBatchSampler
-from autosplit.solve.padded_length import LengthPlan, LengthPoint
+from autosplit.solve.length_plan import LengthPlan, LengthPoint
+from autosplit.tools.token_sampler import TokenBatchSampler
 
 pytestmark = pytest.mark.slow
 

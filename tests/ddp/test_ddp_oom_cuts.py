@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autosplit import ddp
 from autosplit.errors import InputError
-from autosplit.parallel.oom_cuts import CutWarning
+from autosplit.tools.oom_cuts import CutWarning
 
 pytestmark = pytest.mark.slow
 

@@ -14,12 +14,12 @@ from raised import raises
 from shared_training import shares_plan
 
 from autosplit.ddp.device import device_for
-from autosplit.ddp.other_devices import RankDevice, plan_for_devices
 from autosplit.ddp.rendezvous import Place
 from autosplit.devices.accelerator import Visible
 from autosplit.errors import DeviceError, PlanError
 from autosplit.plan.plan import Plan
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.tools.other_devices import RankDevice, plan_for_devices
 
 NAMES, SIZES, EFFECTIVE = ("Fast", "Slow", "Slow"), (12, 3, 3), 72
 FAST, SLOW = RankDevice("cuda:0", "Fast"), RankDevice("cuda:0", "Slow")

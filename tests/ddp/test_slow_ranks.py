@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from autosplit.ddp.rebalance import LEAST_GAIN, planned_s, solved_again, with_split
 from ddp_jobs import gradient, make_plan, relative_error, weights
 from gpus import KIND
 from hypothesis import given
@@ -25,10 +26,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from autosplit import ddp
 from autosplit.accelerators import backend
-from autosplit.ddp import slow_ranks
-from autosplit.ddp.rebalance import LEAST_GAIN, planned_s, solved_again, with_split
 from autosplit.errors import InputError
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.tools import slow_ranks
 
 WINDOW = 8
 """Optimizer steps of a window. Ranks switch after step 14, then after every eighth step."""

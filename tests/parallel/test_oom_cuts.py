@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from autosplit.errors import InputError
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.epoch_steps import steps
-from autosplit.parallel.oom_cuts import Cuts, CutWarning, Part
 from autosplit.plan.plan import Plan
+from autosplit.tools.oom_cuts import Cuts, CutWarning, Part
 
 
 def batches(count: int, size: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -62,7 +62,7 @@ def trained(faults: Faults, cuts: Cuts | None, *, forwards: int = 3, count: int 
 @pytest.mark.parametrize("wrap", [None, lambda m: BalancedDataParallel(None, m, ["cpu", "cpu"], split=(4, 2))])
 @pytest.mark.parametrize("forwards", [1, 3])
 @pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.filterwarnings("ignore::autosplit.parallel.oom_cuts.CutWarning")
+@pytest.mark.filterwarnings("ignore::autosplit.tools.oom_cuts.CutWarning")
 class TestTheSameTraining:
     def test_with_a_fault_at_every_tenth_run(self, place, forwards, wrap):
         told, losses, _ = trained(Faults(), None, forwards=forwards, wrap=wrap)
@@ -86,7 +86,7 @@ class TestTheSameTraining:
         assert noted[0].text.startswith("In training, micro-batches of 6 samples ran out of memory and were cut to ")
 
 
-@pytest.mark.filterwarnings("ignore::autosplit.parallel.oom_cuts.CutWarning")
+@pytest.mark.filterwarnings("ignore::autosplit.tools.oom_cuts.CutWarning")
 def test_the_parts_draw_the_same_random_numbers_as_the_whole_would():
     """The draws of a failed forward have no effect: the next step draws the same numbers as without it."""
     drawn = []
@@ -106,7 +106,7 @@ def test_the_parts_draw_the_same_random_numbers_as_the_whole_would():
     assert len(drawn) == 3
 
 
-@pytest.mark.filterwarnings("ignore::autosplit.parallel.oom_cuts.CutWarning")
+@pytest.mark.filterwarnings("ignore::autosplit.tools.oom_cuts.CutWarning")
 def test_memory_of_a_failed_backward_is_free_for_the_parts():
     """The loop's own `loss` kept the whole graph while the first part ran, which then ran out of memory, too."""
     network = Network(Faults(every=1000, runs=998))
@@ -276,7 +276,7 @@ def test_halves_count_what_the_loss_is_a_mean_over():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(KIND != "emu", reason="orders a fault, which only emulated devices take")
-@pytest.mark.filterwarnings("ignore::autosplit.parallel.oom_cuts.CutWarning")
+@pytest.mark.filterwarnings("ignore::autosplit.tools.oom_cuts.CutWarning")
 class TestOnCards:
     """Replicas run in threads, and so does each device's backward. Any allocation on either device may fail."""
 

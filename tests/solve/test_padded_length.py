@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from raised import raises
 
 from autosplit.errors import InputError
-from autosplit.solve.padded_length import (
+from autosplit.solve.length_plan import LengthPlan, LengthPoint
+from autosplit.tools.padded_length import (
     FULL_ENOUGH,
     SHORTER,
-    LengthPlan,
-    LengthPoint,
     checked_lengths,
     cut_epoch,
     foretold,

@@ -24,8 +24,8 @@ import autosplit
 from autosplit.cli.main import main
 from autosplit.errors import InputError
 from autosplit.plan.plan import Plan
+from autosplit.solve.length_plan import LengthPlan, LengthPoint
 from autosplit.solve.memory import MemoryFit, Region
-from autosplit.solve.padded_length import LengthPlan, LengthPoint
 from autosplit.solve.search_space import Space
 from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import StepTime, TimeCurve

@@ -17,14 +17,14 @@ from torch import nn
 
 from autosplit import Plan
 from autosplit.ddp.context import Context
-from autosplit.ddp.fsdp import groups_of
-from autosplit.ddp.other_devices import RankDevice, plan_for_devices
 from autosplit.errors import InputError, PlanError
 from autosplit.profiles.less_memory import LINE_ERROR
 from autosplit.solve.memory import MemoryParts
 from autosplit.solve.problem import Problem
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
 from autosplit.tools import sharded_plan as extra
+from autosplit.tools.fsdp import groups_of
+from autosplit.tools.other_devices import RankDevice, plan_for_devices
 from autosplit.tools.sharded_plan import unequal_ceilings
 
 ROOT, LAYER, LAYERS = 2, 4, 8

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from autosplit.errors import InputError, UserCodeError, WorkloadError
 from autosplit.plan.plan import Plan
 from autosplit.profiles.less_memory import Lack, solved_again
-from autosplit.tools import tuned_lengths
+from autosplit.tools import tune_lengths as tuned_lengths
 from autosplit.tuning.measure import measure
 from autosplit.tuning.tune import TuningInterrupted, tune
 from autosplit.workload.workload import Workload

@@ -8,7 +8,7 @@ from raised import raises
 from torch import nn
 
 from autosplit.errors import UserCodeError, WorkloadError
-from autosplit.workload.sequence_length import at_length
+from autosplit.tools.sequence_length import at_length
 from autosplit.workload.tree import Whole
 from autosplit.workload.workload import Workload, made_batch
 

@@ -17,7 +17,6 @@ from autosplit.cli.workload_arguments import (
     check_before_running,
     flags_of,
     isolates,
-    lengths_in,
     loaded,
     ranks_to_start,
     tuned_quietly,
@@ -26,7 +25,6 @@ from autosplit.errors import InputError, PlanError
 from autosplit.launcher import end_with_launcher
 from autosplit.plan.plan import Plan
 from autosplit.profiles.store import NOT_SAVED
-from autosplit.text import without_passwords
 from autosplit.tuning.progress import Progress
 
 
@@ -43,7 +41,7 @@ def tune(
     end_with_launcher()
     keywords = {**_one_machine(spec, devices), **keywords}
     check_before_running(keywords, output)
-    lengths = {"lengths": lengths_in(keywords["lengths"])} if "lengths" in keywords else {}
+    lengths = {"lengths": addon("lengths_in")(keywords["lengths"])} if "lengths" in keywords else {}
     folder = Path.cwd()
     together, keywords = as_rank(keywords)
     if (count := ranks_to_start(keywords, together=together)) > 1:
@@ -130,8 +128,6 @@ def _origin(
     model_options: Mapping[str, Any],
     saved: str | None,
 ) -> Origin:
-    if "storage" in keywords:  # these lines are printed and copied
-        keywords = {**keywords, "storage": without_passwords(str(keywords["storage"]))}
     elsewhere = {keyword: value for keyword, value in keywords.items() if keyword not in {"devices", "profile"}}
     flags = flags_of({**elsewhere, **model_options})
     command = shlex.join(["python", "-m", "autosplit", "tune", spec, "--devices", "cuda", *flags])

@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
-from autosplit.ddp.context import Context
+from autosplit.ddp.context import effective_batch_size_of
 from autosplit.ddp.device import told_by_all
 from autosplit.ddp.rendezvous import Place
 from autosplit.devices.accelerator import visible_devices
@@ -69,6 +67,11 @@ def devices_of_job(own: RankDevice, place: Place, store: Any) -> list[RankDevice
         return told_by_all(own)
     store.set(f"device/{place.rank}", json.dumps(asdict(own)))
     return [RankDevice(**json.loads(store.get(f"device/{rank}"))) for rank in range(place.world_size)]
+
+
+def plan_for_job_devices(plan: Plan, place: Place, store: Any) -> Plan:
+    """Return the plan for the devices of this elastic job. All ranks call this."""
+    return plan_for_devices(plan, devices_of_job(own_device(plan, place), place, store))
 
 
 def plan_for_devices(plan: Plan, devices: Sequence[RankDevice]) -> Plan:
@@ -150,7 +153,7 @@ def _refuse(plan: Plan, rank: int, device: RankDevice) -> None:
 
 def of_entries(plan: Plan, entries: Sequence[int], devices: Sequence[RankDevice]) -> Plan:
     """Return a plan for DDP only with one rank for each entry, and the batch size of that entry."""
-    effective = Context(plan, 0, torch.device("cpu")).effective_batch_size
+    effective = effective_batch_size_of(plan)
     before = [plan.ddp.ranks[entry] for entry in entries]
     sizes = tuple(rank.batch_size for rank in before)
     steps = accumulation_steps(effective, sum(sizes))
@@ -178,7 +181,5 @@ def of_entries(plan: Plan, entries: Sequence[int], devices: Sequence[RankDevice]
         fit=None if plan.fit is None else plan.fit.among(entries),
         trials=(),
         changes=None,
-        fits=None,
-        ways=(),
         explained=None,
     )

@@ -1,4 +1,4 @@
-"""Measure the batch size and the throughput that fit at a few shorter sample lengths.
+"""Tune for samples of different lengths: a plan for the longest, and the batch sizes that fit at shorter lengths.
 
 For each length, traces find the largest batch whose step needs no more memory than the plan's own step at the longest
 length. On real devices a step of that size then runs.
@@ -8,20 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from autosplit.errors import UserCodeError
+from torch import Tensor, nn
+
+from autosplit.errors import UserCodeError, ends_tracebacks
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import least_share, replaced, with_notes
-from autosplit.probe.request import Request
+from autosplit.probe.request import Request, checked_request
 from autosplit.profiles.key import ProfileKey
+from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.protocol import StepShape
+from autosplit.solve.length_plan import LengthPoint, scaled
 from autosplit.solve.memory import largest_fitting
-from autosplit.solve.padded_length import LengthPoint, foretold, lengths_to_tune, scaled
-from autosplit.tuning.progress import Progress
+from autosplit.tools.padded_length import checked_lengths, foretold, lengths_to_tune
+from autosplit.tools.sequence_length import at_length
+from autosplit.tuning.keywords import refuse_unknown
+from autosplit.tuning.progress import Progress, heard_by, onward
 from autosplit.tuning.session import TRIAL_BUDGET_S
-from autosplit.tuning.worker import Variant, Worker, Workers
+from autosplit.tuning.tune import (
+    Tuning,
+    TuningInterrupted,
+    devices_of_process,
+    quiet,
+    tune,
+    users_code_named,
+    warned,
+    worker_for,
+)
+from autosplit.tuning.worker import Worker, Workers, drive
+from autosplit.workload.workload import Workload
 
 STEP_DOWN = 0.05
 """Fraction of the batch that is removed after a step that ran out of memory."""
@@ -42,10 +61,107 @@ UNTRACED_NOTE = Note(
 )
 
 
-def with_lengths(
+LENGTHS_INTERRUPTED_NOTE = Note(
+    "interrupted", "Tuning was interrupted before the shorter sequence lengths were measured. Tune again."
+)
+
+
+@ends_tracebacks
+def tune_lengths(
+    model_or_workload: nn.Module | Workload | Callable[[], Workload],
+    sample_batch: Any = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    lengths: Any,
+    compute_loss: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: Any = None,
+    loss_reduction: str | None = None,
+    precision: str | None = None,
+    devices: Any = None,
+    strategy: str = "auto",
+    isolate: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+    **options: Any,
+) -> Plan:
+    """Tune for a dataset whose samples differ in length.
+
+        plan = autosplit.tune_lengths(model, batch, loss_fn, lengths=[len(sample) for sample in dataset])
+        sampler = plan.token_sampler(lengths, shuffle=True)
+
+    The sample batch gets samples of the greatest length (cropped or repeated, or made by the workload's
+    ``make_batch(n, length=length)``). The plan is for this length. Then shorter samples are measured. So
+    `Plan.token_sampler` can group samples of similar length, with as many samples per batch as fit.
+
+    Args:
+        model_or_workload: See `autosplit.tune` for this and all other arguments that are not listed here.
+        lengths: Length of each sample of the dataset: a list, an array or a tensor.
+        **options: The other arguments of `autosplit.tune`.
+
+    Returns:
+        The plan for the greatest length, with the measured lengths in `lengths`.
+
+    Raises:
+        InputError: The lengths are not whole numbers of 1 or more, or the sample batch has no dimension of a length.
+        TuningInterrupted: Ctrl-C was pressed. The exception has the best plan so far.
+    """
+    refuse_unknown(tune_lengths, options, tune)
+    numbers = checked_lengths(lengths)
+    tried = lengths_to_tune(numbers)
+    options = {"n_trials": 24, "profile": "auto", **options, "strategy": strategy}
+    request = checked_request(devices=devices_of_process(devices, strategy), **options)
+    described: dict[str, Any] = {"loss_fn": loss_fn, "compute_loss": compute_loss, "optimizer": optimizer}
+    described |= {"loss_reduction": loss_reduction, "precision": precision}
+
+    def source_of(number: int) -> Source:
+        source = workload_source(model_or_workload, sample_batch, described)
+        return (
+            at_length(source, tried[number]) if isinstance(source, Workload) else partial(_built, source, tried[number])
+        )
+
+    with worker_for(request, source_of, isolate=isolate) as worker, heard_by(progress) as heard:
+        tell = onward(heard or quiet)
+        plan = drive(worker, lambda workers: _tuned(Tuning(workers, worker.job.request, tell, heard), numbers))
+    return warned(plan)
+
+
+def _built(build: Callable[[], Workload], length: int) -> Workload:
+    built = build()
+    # The caller raises for a function that returns something other than a Workload.
+    return at_length(built, length) if isinstance(built, Workload) else built
+
+
+def _tuned(tuning: Tuning, lengths: Sequence[int]) -> Plan:
+    """Tune for samples of the greatest length, as 50% of the progress. Then measure shorter samples."""
+
+    def longest(part: Progress) -> None:
+        if part.stage != "done":
+            tuning.progress(replace(part, fraction=part.fraction / 2))
+
+    def shorter(part: Progress) -> None:
+        tuning.progress(replace(part, fraction=0.5 + part.fraction / 2))
+
+    request = tuning.request
+    try:
+        timed = replace(request, deadline=request.deadline.part(2))
+        plan = replace(tuning, request=timed, progress=longest).plan()
+    except UserCodeError as error:
+        raise UserCodeError(
+            f"{error}; its samples had the longest of the lengths, {max(lengths)}. If the model takes no samples of "
+            "this length, cut them. If another dimension was used as the length, pass make_batch(n, length=...)",
+            error.frames,
+        ) from error
+    try:
+        with users_code_named():
+            found = _with_lengths(plan, lengths, request, tuning.workers, shorter)
+    except KeyboardInterrupt:
+        raise TuningInterrupted(with_notes(plan, LENGTHS_INTERRUPTED_NOTE)) from None
+    shorter(Progress("done", "done", 1.0))
+    return found
+
+
+def _with_lengths(
     plan: Plan,
     lengths: Sequence[int],
-    variant: Variant,
     request: Request,
     workers: Workers,
     tell: Callable[[Progress], None],
@@ -62,7 +178,7 @@ def with_lengths(
     known = () if plan.lengths is None else plan.lengths.points
     notes: tuple[Note, ...] = ()
     if [point.length for point in known[: len(tried)]] != [*tried]:
-        known, notes = _points(plan, tried, variant, request, workers, tell)
+        known, notes = _points(plan, tried, request, workers, tell)
     effective = plan.effective_batch_size if plan.effective_batch_sizes is not None else None
     found = foretold(known, lengths, plan.split, effective)
     return with_notes(plan if found == plan.lengths else workers.amended(plan, lengths=found), last=notes)
@@ -71,7 +187,6 @@ def with_lengths(
 def _points(
     plan: Plan,
     tried: Sequence[int],
-    variant: Variant,
     request: Request,
     workers: Workers,
     tell: Callable[[Progress], None],
@@ -81,7 +196,6 @@ def _points(
     full: list[tuple[tuple[int, ...], ...]] = []
     samples, longest_rate = plan.batch_size, 1.0
     key = ProfileKey(workers.job.machine, {}, {})
-    workers.ask(Worker.prepare, [replace(variant, length=length) for length in tried])
     for number, length in enumerate(tried):
         most = _most(plan, tried[0] / length)
 

@@ -10,9 +10,7 @@ other ranks would hang.
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from autosplit.ddp.device import exchange_device, told_by_all
+from autosplit.ddp.rank_model import refuse_options
+from autosplit.ddp.sharded_tensors import holds_shards
 from autosplit.errors import InputError
-from autosplit.torch_versions import fsdp_groups, reset_fsdp
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
 Layers = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 """The modules that are sharded one by one: a class, a tuple of classes, or a function that returns True for them."""
@@ -88,74 +86,6 @@ def groups_of(model: nn.Module, layers: Layers | None) -> list[list[nn.Parameter
     return groups
 
 
-def refuse_options(options: Iterable[str], call: Callable[..., Any], not_taken: Collection[str]) -> None:
-    """Raise InputError for options that `call` lacks in this torch version, or that are in `not_taken`."""
-    known = [name for name in inspect.signature(call).parameters if name not in not_taken]
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise InputError(
-            f"{call.__name__} of torch {torch.__version__} has no option {', '.join(unknown)}. Expected one of: "
-            f"{', '.join(known)}. Leave unknown options out.",
-            code="fsdp-option-unknown",
-        )
-
-
-def begin_step(shared: Any) -> None:
-    """Clear the gradients that an unfinished step left in FSDP2.
-
-    FSDP2 accumulates gradients on its unsharded parameters until the last micro-batch. `zero_grad` does not clear
-    these, so the next step would add to them.
-    """
-    reset_fsdp(shared)
-    for part in filter(_is_sharded_module, shared.modules()):
-        for record in (record for group in fsdp_groups(part) for record in group.fsdp_params):
-            record.unsharded_accumulated_grad = None
-            unsharded = getattr(record, "_unsharded_param", None)
-            if unsharded is not None:
-                unsharded.grad = None
-
-
-def is_shard(value: object) -> bool:
-    """Return whether a value is a DTensor (sharded over the ranks)."""
-    module = sys.modules.get("torch.distributed.tensor")  # if it is not imported yet, there are no DTensors
-    return module is not None and isinstance(value, module.DTensor)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether a module is sharded, even while its parameters are gathered for a forward."""
-    return any(map(_holds_shards, model.modules()))
-
-
-def whole(shared: Tensor, *, keep: bool) -> Tensor | None:
-    """Gather a sharded tensor. All ranks must call this in the same order.
-
-    Args:
-        keep: If true, return the whole tensor in CPU memory. Otherwise return None.
-    """
-    mesh_type = cast("DTensor", shared).device_mesh.device_type
-    tensor = shared.detach()
-    if tensor.device.type != mesh_type:  # an offloaded tensor is in CPU memory, which NCCL cannot send
-        tensor = tensor.to(mesh_type)
-    found = cast("DTensor", tensor).full_tensor()
-    return found.cpu() if keep else None
-
-
-def room_for(shared: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised tensor in CPU memory with the sharding of another tensor."""
-    return torch.empty_like(shared.detach(), dtype=dtype, device="cpu")
-
-
-def part_of(full: Tensor, shared: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor, in CPU memory, with the sharding of `shared`."""
-    part = cast("DTensor", room_for(shared, full.dtype))
-    for chunk in part.__create_chunk_list__():
-        for dim, (begin, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            # A rank after the last part has an empty part, whose offset may be beyond the end.
-            full = full.narrow(dim, min(begin, full.size(dim)), size)
-    part.to_local().copy_(full)
-    return part
-
-
 def _suitable(model: nn.Module, layers: Layers | None) -> list[nn.Module]:
     _refuse_model(model)
     chosen = _chosen(model, layers)
@@ -165,7 +95,7 @@ def _suitable(model: nn.Module, layers: Layers | None) -> list[nn.Module]:
 
 def _refuse_model(model: nn.Module) -> None:
     wrapped = [name for name, part in model.named_modules() if isinstance(part, DistributedDataParallel)]
-    shared = [name for name, part in model.named_modules() if _holds_shards(part)]
+    shared = [name for name, part in model.named_modules() if holds_shards(part)]
     lazy = [name for name, tensor in model.named_parameters() if is_lazy(tensor)]
     scalars = [name for name, tensor in model.named_parameters() if name not in lazy and not tensor.dim()]
     for names, says in (
@@ -251,13 +181,3 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
         if dist.get_rank():
             with torch.no_grad():
                 tensor.copy_(sent)
-
-
-def _is_sharded_module(part: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # if it is not imported yet, no module is sharded
-    return fsdp is not None and isinstance(part, fsdp.FSDPModule)
-
-
-def _holds_shards(part: nn.Module) -> bool:
-    own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
-    return _is_sharded_module(part) or any(map(is_shard, own))

@@ -21,25 +21,24 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from autosplit.accelerators import accelerator_in_use
-from autosplit.errors import InputError, advise, warn_user
+from autosplit.errors import advise, warn_user
 from autosplit.notes import Note
 from autosplit.oom import is_oom, scarcity
 from autosplit.parallel.batch_counts import Count, counted
 from autosplit.parallel.loss_graph import graph_nodes
+from autosplit.parallel.parts import OnOom, Part, check_on_oom
 from autosplit.rng import RngState
 from autosplit.workload.batch import chunk
 from autosplit.workload.samples import batch_size_of
 
 _log = logging.getLogger(__name__)
-
-OnOom = Literal["raise", "cut"]
 
 CUTS_UNTIL_LOWERED = 3
 """Number of out-of-memory errors at a batch size, after which micro-batches of that size are cut before they run."""
@@ -51,20 +50,6 @@ cost a few tenths more than one run."""
 
 class CutWarning(UserWarning):
     """A micro-batch ran out of memory and was cut."""
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """A micro-batch or a part of it.
-
-    Attributes:
-        size: The weight in the optimizer step: samples, or the divisor of the mean loss.
-        added: Tensors whose gradients contain this part already.
-    """
-
-    batch: Any
-    size: float
-    added: tuple[Tensor, ...] = ()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -92,6 +77,10 @@ class Cuts:
     count_cut: int = field(default=0, init=False)
     _runs: Counter[int] = field(default_factory=Counter, init=False)
     _failures: Counter[int] = field(default_factory=Counter, init=False)
+
+    def attempt(self, part: Part) -> Attempt:
+        """Return an attempt to run a part."""
+        return Attempt(part, self)
 
     def parts_of(self, batch: Any, size: float) -> list[Part]:
         """Return the micro-batch in parts of at most `most_samples` samples."""
@@ -163,14 +152,12 @@ _CUTS: WeakKeyDictionary[Any, Cuts] = WeakKeyDictionary()
 
 def cuts_for(loader: Any, on_oom: OnOom, **arguments: Any) -> Cuts | None:
     """Return a loader's `Cuts`, the same in every epoch, or None if `on_oom` is "raise"."""
-    if on_oom not in ("raise", "cut"):
-        raise InputError(
-            f"on_oom is {on_oom!r}. Expected 'raise' or 'cut'. With 'cut', a micro-batch that runs out of "
-            "memory is run again in parts.",
-            code="on-oom",
-        )
-    if on_oom == "raise":
-        return None
+    check_on_oom(on_oom)
+    return None if on_oom == "raise" else cuts_of_loader(loader, **arguments)
+
+
+def cuts_of_loader(loader: Any, **arguments: Any) -> Cuts:
+    """Return a loader's `Cuts`, the same in every epoch."""
     cuts = Cuts(**arguments, lowers=not getattr(getattr(loader, "batch_sampler", None), "unlike_lengths", False))
     try:
         return _CUTS.setdefault(loader, cuts)

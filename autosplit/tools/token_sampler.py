@@ -11,7 +11,8 @@ import torch
 
 from autosplit.errors import InputError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler, StepSchedule
-from autosplit.solve.padded_length import Batches, LengthPlan, checked_lengths, cut_epoch, shares_of
+from autosplit.solve.length_plan import LengthPlan
+from autosplit.tools.padded_length import Batches, checked_lengths, cut_epoch, shares_of
 
 
 class TokenBatchSampler(ScheduledBatchSampler):

@@ -15,13 +15,11 @@ the end is added when the backward begins, so it runs before DDP's.
 
 Note [Windows]
 ~~~~~~~~~~~~~~
-All ranks run the same optimizer steps, so they count the same windows. The store has the times long before a rank reads
-them, and the split long before the ranks switch. So no rank waits for another:
+All ranks run the same optimizer steps, so they count the same windows. The store has the times long before rank 0 reads
+them. So no rank waits for another:
 
-    step W        step 1.5 W                            step 1.75 W
-    every rank    rank 0 reads the times of all ranks,  every rank reads the split,
-    writes its    warns if a rank is slow, and          and loads the next step
-    mean times    writes the split to switch to         with it
+    step W                            step 1.5 W
+    every rank writes its mean times  rank 0 reads the times of all ranks, and warns if a rank is slow
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
 from typing import Any
 
 import torch
@@ -38,15 +35,13 @@ from torch import Tensor
 from torch import distributed as dist
 
 from autosplit.accelerators import backend, is_accelerator
-from autosplit.ddp.rebalance import planned_s, solved_again, with_split
-from autosplit.errors import InputError, warn_user
+from autosplit.errors import SlowRankWarning, warn_user
 from autosplit.notes import Note
-from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
-from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.parallel.step_listener import StepListener
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import add_note_to_file
-from autosplit.text import ms_text, percent_text, printable, tuple_text
+from autosplit.solve.split import micro_batch_sizes, short_split
+from autosplit.text import ms_text, percent_text, printable
 
 WINDOW = 200
 """Optimizer steps between two comparisons of the ranks. See Note [Windows]."""
@@ -55,10 +50,6 @@ LEAST_WAIT = 0.1
 """Fraction of a step that the ranks wait for the slowest rank, above which rank 0 warns."""
 
 _CONTEXTS = itertools.count()
-
-
-class SlowRankWarning(UserWarning):
-    """The other ranks wait for one rank in every optimizer step."""
 
 
 class _HostClock:
@@ -85,18 +76,14 @@ class _DeviceClock:
 
 
 class SlowRanks(StepListener):
-    """Measure this rank's own time. On rank 0, warn of a slow rank and solve the split again.
+    """Measure this rank's own time. On rank 0, warn of a slow rank.
 
     Attributes:
-        agreed: The plan for the next step, if the ranks have agreed on another split. Otherwise None.
-        keeps_batch: Whether another split must have the same samples per forward.
         store: The ranks' store, None before it is looked up, or False without a store. Set it to None when the process
             group ends, because a reference keeps the store's thread alive.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
-        self.agreed: Plan | None = None
-        self.keeps_batch = False
         self._rank, self._world_size = rank, world_size
         self._clock: Any = _DeviceClock(device.type) if is_accelerator(device.type) else _HostClock()
         self.store: Any = None
@@ -134,7 +121,7 @@ class SlowRanks(StepListener):
     def _record_end(self) -> None:
         self._end = self._clock.mark()
 
-    def end_step(self, plan: Plan, effective_batch_size: int, *, rebalances: bool) -> None:
+    def end_step(self, plan: Plan, effective_batch_size: int) -> None:
         """Add a step to the window, and do what Note [Windows] lists for it."""
         if self._world_size == 1 or not self._has_store():
             return
@@ -145,48 +132,9 @@ class SlowRanks(StepListener):
         self._is_first = False
         self._steps += 1
         try:
-            self._exchange(plan, effective_batch_size, rebalances=rebalances)
-        except RuntimeError:
-            if rebalances:  # without the store, the ranks could switch at different steps
-                raise
+            self._exchange(plan, effective_batch_size)
+        except RuntimeError:  # the store has ended
             self.store = False
-
-    # Switch
-
-    def switching(
-        self,
-        made: Iterator[OptimizerStep],
-        sampler: ScheduledBatchSampler,
-        follow: Callable[[Plan], None],
-        begin: Callable[[], Iterator[OptimizerStep]],
-    ) -> Iterator[OptimizerStep]:
-        """Yield the steps of an epoch, and switch to another split when the ranks have agreed on one.
-
-        The batches that the loader's workers loaded in advance for the old split are dropped. The sampler continues
-        after the finished step, as from a checkpoint. So each sample of the epoch is still used once.
-
-        Args:
-            follow: Gives the context another plan.
-            begin: Begins to iterate over the loader at the position of the sampler.
-        """
-        is_done = False
-        while not is_done:
-            is_done = True
-            for step in made:
-                yield step
-                plan, self.agreed = self.agreed, None
-                if plan is None or not _accepts(sampler, plan):
-                    continue
-                self._open.clear()
-                self._times.clear()
-                follow(plan)
-                if step.index + 1 < len(sampler.schedule):
-                    step.check_finished()
-                    made.close()  # type: ignore[attr-defined]
-                    sampler.settle()
-                    sampler.resume(sampler.samples_consumed)
-                    made, is_done, self._is_first = begin(), False, True
-                    break
 
     # Exchange. See Note [Windows]
 
@@ -198,14 +146,12 @@ class SlowRanks(StepListener):
             self.store = False if store is None else dist.PrefixStore(self._prefix, store)  # type: ignore[attr-defined]
         return bool(self.store)
 
-    def _exchange(self, plan: Plan, effective_batch_size: int, *, rebalances: bool) -> None:
+    def _exchange(self, plan: Plan, effective_batch_size: int) -> None:
         window, place = divmod(self._steps, WINDOW)
         if window and place == 0:
             self._tell(window)
         elif window and place == WINDOW // 2 and self._rank == 0:
-            self._judge(window, plan, effective_batch_size, rebalances=rebalances)
-        elif window and place == 3 * WINDOW // 4 and rebalances:
-            self._switch(window, plan)
+            self._judge(window, plan, effective_batch_size)
 
     def _tell(self, window: int) -> None:
         means = [sum(column) / len(self._times) for column in zip(*self._times, strict=True)]
@@ -214,51 +160,20 @@ class SlowRanks(StepListener):
         self.store.set(key, json.dumps([window, *means]))
         self.store.check([key])  # set() may return before the store has the value. check() waits until it has.
 
-    def _judge(self, window: int, plan: Plan, effective_batch_size: int, *, rebalances: bool) -> None:
+    def _judge(self, window: int, plan: Plan, effective_batch_size: int) -> None:
         keys = [f"times/{rank}" for rank in range(self._world_size)]
         told = [json.loads(self.store.get(key)) for key in keys] if self.store.check(keys) else []
-        decision = None
         if told and all(len(one) == 4 and one[0] == window for one in told):
-            self.store.delete_key(f"split/{window - 1}")  # every rank has read it before it wrote its times
             own_s, loaded_s, step_s = (list(column) for column in list(zip(*told, strict=True))[1:])
             text = _complaint(plan, effective_batch_size, own_s, loaded_s, max(step_s))
-            solved = None
-            if text is not None and rebalances:
-                keeps = self.keeps_batch
-                solved = solved_again(plan, effective_batch_size, own_s, max(step_s), keeps_batch=keeps)
-            if solved is not None:
-                decision = [solved.split, solved.accumulation_steps, solved.samples_per_s, text]
-            elif text is not None:
-                self._warn(plan, f"{text} {_advice(own_s, loaded_s, rebalances=rebalances)}")
-        self.store.set(f"split/{window}", json.dumps(decision))
-
-    def _switch(self, window: int, plan: Plan) -> None:
-        decision = json.loads(self.store.get(f"split/{window}"))
-        if decision is None:
-            return
-        *solution, text = decision
-        self.agreed = with_split(plan, *solution)
-        if self._rank == 0:
-            before = tuple_text([rank.batch_size for rank in plan.ddp.ranks])
-            self._has_warned = False
-            self._warn(plan, f"{text} The split of the ranks changes from {before} to {tuple_text(solution[0])}.")
+            if text is not None:
+                self._warn(plan, f"{text} {_advice(own_s, loaded_s)}")
 
     def _warn(self, plan: Plan, text: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             add_note_to_file(plan, Note("slow-rank", text))
             warn_user(text, SlowRankWarning)
-
-
-def _accepts(sampler: ScheduledBatchSampler, plan: Plan) -> bool:
-    before, split = sampler.rank_slice, tuple(rank.batch_size for rank in plan.ddp.ranks)
-    sampler.follow(RankSlice(before.rank, split))
-    try:
-        sampler.refuse_single_samples(split, plan.ddp.least_batch)
-    except InputError:
-        sampler.follow(before)
-        return False
-    return True
 
 
 def _complaint(
@@ -281,13 +196,24 @@ def _complaint(
     )
 
 
+def planned_s(plan: Plan, effective_batch_size: int) -> list[float]:
+    """Predict the compute time of each rank in an optimizer step, from the plan's fit. 0 without a fit."""
+    if plan.fit is None:
+        return [0.0] * len(plan.ddp.ranks)
+    sizes = tuple(rank.batch_size for rank in plan.ddp.ranks)
+    counted = Counter(short_split(size, sizes) for size in micro_batch_sizes(effective_batch_size, sum(sizes)))
+    return [
+        sum(count * curve(max(plan.ddp.least_batch, split[rank])) for split, count in counted.items())
+        for rank, curve in enumerate(plan.fit.step_time.curves)
+    ]
+
+
 def _mean_without(values: list[float], index: int) -> float:
     return (sum(values) - values[index]) / (len(values) - 1)
 
 
-def _advice(own_s: list[float], loaded_s: list[float], *, rebalances: bool) -> str:
+def _advice(own_s: list[float], loaded_s: list[float]) -> str:
     slow = own_s.index(max(own_s))
     if loaded_s[slow] - _mean_without(loaded_s, slow) > (own_s[slow] - _mean_without(own_s, slow)) / 2:
         return "Give its data loader more workers, or faster storage."
-    remedy = "No other split within the ceilings is faster." if rebalances else "Or pass rebalance='auto' to ctx.steps."
-    return f"Look for another program, or a limit of power or temperature, on this device. {remedy}"
+    return "Look for another program, or a limit of power or temperature, on this device. If it stays slow, tune again."
