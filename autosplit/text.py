@@ -20,6 +20,11 @@ LONGEST = 4000
 _TAIL = 500
 _GAP = "..."
 
+_USERINFO = re.compile(r"://([^\s/?#:@'\"]*):([^\s'\"]*)@")
+_SECRET_OPTION = re.compile(
+    r"([?&;][\w.-]*(?:pass|pwd|secret|token|credential|api_?key|access_?key)[\w.-]*=)[^&;\s'\"]+", re.IGNORECASE
+)
+
 
 def printable(text: object, *, longest: int | None = LONGEST) -> str:
     r"""Make text safe to print: one line of printable characters.
@@ -101,6 +106,15 @@ def ascii_json(text: str) -> str:
 def _json_escape(character: str) -> str:
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
+
+
+def without_passwords(text: str) -> str:
+    """Mask the passwords of URLs: after the user name, and in options such as ``?password=``.
+
+    The middle of a very long text is left out, because it is not shown.
+    """
+    text = shortened(text, LONGEST)
+    return _SECRET_OPTION.sub(r"\1***", _USERINFO.sub(r"://\1:***@", text))
 
 
 # ----------------------------------------------------------------------------------------------------------- units

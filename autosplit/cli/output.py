@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from autosplit.cli.terminal import DUMB, console_for, progress_bar, sent_nowhere, stdout_kept_clean, width_of
 from autosplit.errors import InputError
-from autosplit.text import ascii_json, printable, printable_json
+from autosplit.text import ascii_json, printable, printable_json, without_passwords
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,7 +89,7 @@ def _write(lines: list[str]) -> None:
 
 
 def _harmless(text: str) -> str:
-    return printable(text)
+    return printable(without_passwords(text))
 
 
 def _fitted(line: str) -> list[str]:
@@ -120,7 +120,7 @@ class _Lines(logging.Handler):
         self._began_s = time.monotonic()
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = self._prefix + printable(" ".join(record.getMessage().split()))
+        line = self._prefix + printable(without_passwords(" ".join(record.getMessage().split())))
         if record.levelno < logging.WARNING:
             line = f"{time.monotonic() - self._began_s:7.2f} s  {line}"
         # Read sys.stderr now, because a progress bar replaces it to keep lines from disturbing the bar.

@@ -14,12 +14,11 @@ from autosplit.cli.pasted_code import Origin, paste_lines
 from autosplit.cli.plan_report import print_plan
 from autosplit.devices.catalog import UNMEASURED_RATES
 from autosplit.notes import Note
-from autosplit.plan.explanation import TunedWay
 from autosplit.plan.loader_settings import LoaderSettings
 from autosplit.plan.record import DdpPlan
 from autosplit.probe.check_result import Check
 from autosplit.solve.length_plan import LengthPlan, LengthPoint
-from autosplit.solve.memory import Fits, MemoryFit, Region
+from autosplit.solve.memory import MemoryFit, Region
 
 REGION = Region(MemoryFit(0.0, 1.0), GIB, 400, (400,), 512)
 """A plan with a region is for BalancedDataParallel."""
@@ -343,10 +342,9 @@ def test_with_one_answer_nothing_is_compared():
 
 
 def test_what_is_copied_for_real_cards_asks_for_the_same():
-    """The command for real GPUs dropped `--fits` and further precisions of the plan."""
-    ways = tuple(TunedWay(f"precision {one}, no layer checkpointed", 64, 100.0) for one in ("none", "bf16"))
-    plan = replace(made_plan(kind="sim"), ways=ways, fits=Fits(("resume", "eval")))
-    assert printed(plan).rstrip().endswith("--devices cuda --precision none,bf16 --fits resume,eval")
+    """The command for real GPUs dropped the precision of the plan."""
+    plan = replace(made_plan(kind="sim"), workload={"model": "Net", "precision": "bf16"})
+    assert printed(plan).rstrip().endswith("--devices cuda --precision bf16")
     assert printed(made_plan(kind="sim")).rstrip().endswith("--devices cuda")
 
 

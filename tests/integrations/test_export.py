@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fitted_plans import fitted_plan
 from handmade import GIB, made_ceiling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raised import raises
-from test_explain import solved_plan
 
 from autosplit.cli.main import main
 from autosplit.errors import DeviceError, InputError, PlanError
@@ -47,19 +47,19 @@ def ranked(plan: Plan, sizes: tuple[int, ...], ceilings: tuple[int, ...], steps:
 
 def uneven_plan(effective: int = 96, **changes: Any) -> Plan:
     """One GPU is three times as fast as the other, which fits 40 samples."""
-    plan = solved_plan((72, 24), (1.0, 3.0), (200, 40), effective=effective, **changes)
+    plan = fitted_plan((72, 24), (1.0, 3.0), (200, 40), effective=effective, **changes)
     return ranked(plan, (72, 24), (200, 40), 1, effective)
 
 
 def even_plan(kind: str = "cuda", count: int = 2, **changes: Any) -> Plan:
     """Two equal GPUs with 50 samples each, in 2 forwards."""
-    plan = solved_plan((50,) * count, (1.0,) * count, (60,) * count, effective=100 * count, kind=kind, **changes)
+    plan = fitted_plan((50,) * count, (1.0,) * count, (60,) * count, effective=100 * count, kind=kind, **changes)
     return ranked(plan, (50,) * count, (60,) * count, 2, 100 * count)
 
 
 def lone_plan(effective: int = 100, kind: str = "cuda") -> Plan:
     """One GPU, 50 samples per forward."""
-    return solved_plan((50,), (1.0,), (60,), effective=effective, kind=kind)
+    return fitted_plan((50,), (1.0,), (60,), effective=effective, kind=kind)
 
 
 def numbers(found: Export) -> tuple[int, int]:
@@ -127,7 +127,7 @@ def test_a_last_forward_that_is_shorter_is_evened_out():
 
 
 def test_a_step_that_the_ranks_do_not_divide_becomes_another_and_says_so():
-    plan = solved_plan((34, 33, 33), (1.0, 1.0, 1.0), (60, 60, 60), effective=100)
+    plan = fitted_plan((34, 33, 33), (1.0, 1.0, 1.0), (60, 60, 60), effective=100)
     found = ranked(plan, (34, 33, 33), (60, 60, 60), 1, 100).export("lightning")
     assert numbers(found) == (33, 1)
     assert "an effective batch of 99, and the plan has 100" in found.notes[0]
@@ -135,14 +135,14 @@ def test_a_step_that_the_ranks_do_not_divide_becomes_another_and_says_so():
 
 
 def test_an_exact_step_that_is_out_of_reach_is_named():
-    plan = solved_plan((400, 618), (1.0, 1.0), (500, 700), effective=1018, fixed_ms=5.0)
+    plan = fitted_plan((400, 618), (1.0, 1.0), (500, 700), effective=1018, fixed_ms=5.0)
     found = ranked(plan, (400, 618), (500, 700), 1, 1018).export("accelerate")
     assert found.even.effective_batch_size in (1016, 1020)
     assert "For exactly 1018 samples, use 1 on each of 2 ranks in 509 forwards (predicted " in found.notes[1]
 
 
 def test_the_range_that_was_asked_for_is_named():
-    plan = solved_plan((34, 33, 33), (1.0, 1.0, 1.0), (60, 60, 60), effective=100, effective_batch_sizes=(90, 120))
+    plan = fitted_plan((34, 33, 33), (1.0, 1.0, 1.0), (60, 60, 60), effective=100, effective_batch_sizes=(90, 120))
     found = ranked(plan, (34, 33, 33), (60, 60, 60), 1, 100).export("lightning")
     assert "and the plan has 100 (requested: 90 to 120)" in found.notes[0]
 
@@ -171,14 +171,14 @@ def test_an_export_of_a_plan_without_a_fit_has_no_rates():
 
 
 def test_without_a_fit_an_exact_step_has_at_most_twice_the_fewest_forwards():
-    plan = replace(solved_plan((400, 618), (1.0, 1.0), (500, 700), effective=1018), fit=None)
+    plan = replace(fitted_plan((400, 618), (1.0, 1.0), (500, 700), effective=1018), fit=None)
     found = ranked(plan, (400, 618), (500, 700), 1, 1018).export("accelerate")
     assert found.even.effective_batch_size in (1016, 1020)
     assert found.even.accumulation_steps <= 4
 
 
 def test_devices_that_share_a_processor_claim_no_figure():
-    plan = solved_plan((72, 24), (1.0, 3.0), (200, 40), effective=96, kind="cpu")
+    plan = fitted_plan((72, 24), (1.0, 3.0), (200, 40), effective=96, kind="cpu")
     found = ranked(plan, (72, 24), (200, 40), 1, 96).export("transformers")
     assert not found.exact
     assert found.lost_share is None
@@ -242,7 +242,7 @@ def test_a_loss_that_is_no_mean_over_samples(to, says):
     (note,) = replace(even_plan(), checks=(LOSS,)).export(to).notes
     assert "A step has 4 micro-batches" in note
     assert says in note
-    assert replace(solved_plan((50,), (1.0,), (60,), effective=50), checks=(LOSS,)).export(to).notes == ()
+    assert replace(fitted_plan((50,), (1.0,), (60,), effective=50), checks=(LOSS,)).export(to).notes == ()
 
 
 def test_a_sum_is_averaged():
@@ -283,7 +283,7 @@ def test_exact_or_within_every_ceiling(ranks, steps, short, to):
     sizes, room, paces = zip(*ranks, strict=True)
     ceilings = tuple(size + more for size, more in zip(sizes, room, strict=True))
     effective = max(sum(sizes) * (steps - 1) + 1, sum(sizes) * steps - short)
-    plan = solved_plan(sizes, paces, ceilings, effective=effective)
+    plan = fitted_plan(sizes, paces, ceilings, effective=effective)
     plan = ranked(plan, sizes, ceilings, steps, effective)
     found = plan.export(to)
     batch_size, forwards = numbers(found)
@@ -699,7 +699,7 @@ def test_two_real_ranks_take_the_samples_that_were_promised(to, tmp_path):
     """These tools cannot run 9 and 3 samples in 2 forwards. 4 each in 3 forwards give the same step of 24."""
     pytest.importorskip({"lightning": "lightning.pytorch"}.get(to, "accelerate"))
     pytest.importorskip("transformers")
-    plan = solved_plan((9, 3), (1.0, 3.0), (20, 4), effective=24, kind="cpu")
+    plan = fitted_plan((9, 3), (1.0, 3.0), (20, 4), effective=24, kind="cpu")
     found = ranked(plan, (9, 3), (20, 4), 2, 24).export(to)
     assert numbers(found) == (4, 3)
     (tmp_path / "train.py").write_text("\n".join((DATA, found.text, LOOPS[to], TELLING)))
