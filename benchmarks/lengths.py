@@ -134,7 +134,7 @@ def constants(plan: Plan, lengths: list[int]) -> dict[str, list[dict[str, float]
 
 def tuned(data: list[Any], lengths: list[int], devices: str) -> Plan:
     """Tune for the corpus on the given devices."""
-    return autosplit.tune(
+    return autosplit.tune_lengths(
         Classifier(),
         pad(data[2:6]),
         loss_fn=nn.CrossEntropyLoss(),

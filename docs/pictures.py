@@ -29,7 +29,7 @@ from autosplit.workload.from_file import load_workload
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "pictures"
-STYLE = ROOT / "autosplit" / "extras" / "templates" / "report.css"
+STYLE = ROOT / "autosplit" / "tools" / "templates" / "report.css"
 EXAMPLE = str(ROOT / "examples" / "char_gpt.py")
 PICTURES = {
     ("sim:1xRTX4090+1xRTX3060", 16384): {"rates": "gain"},
