@@ -130,7 +130,7 @@ def hostile_check() -> Check:
 
 
 def test_cards_and_checks():
-    hidden = DeviceReport(None, None, HOSTILE, *(None,) * 6, uuid=HOSTILE, visible=False, notes=(HOSTILE,))
+    hidden = DeviceReport(None, None, HOSTILE, *(None,) * 3, uuid=HOSTILE, visible=False, notes=(HOSTILE,))
     assert_harmless(printed(lambda console: print_devices([hidden], [HOSTILE], console)))
     assert_harmless(printed(lambda console: print_checks([hostile_check()], console)))
 
