@@ -23,7 +23,6 @@ from autosplit.ddp.fsdp import Layers, begin_step, refuse_options, shard
 from autosplit.ddp.gradient_average import refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
 from autosplit.ddp.loader_steps import foreign_steps, refuse_hook, refuse_unplanned, sums_over_ranks, totals_over_ranks
-from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.progress import Progress
 from autosplit.ddp.rank_gather import Gathered, gather_rows
 from autosplit.ddp.rank_model import RankModel
@@ -31,7 +30,7 @@ from autosplit.ddp.rank_models import Models, Ranks
 from autosplit.ddp.rebalance import refuse_rebalance
 from autosplit.ddp.slow_ranks import SlowRanks
 from autosplit.errors import InputError
-from autosplit.parallel.batch_counts import Count
+from autosplit.parallel.batch_counts import Count, warn_of_missing_count
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
 from autosplit.parallel.effective_batch import compared
@@ -44,7 +43,7 @@ from autosplit.parallel.step_listener import NoiseEstimate, StepListener, checke
 from autosplit.parallel.token_sampler import TokenBatchSampler
 from autosplit.plan.other_model import refuse_wrapped
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import RankSettings, add_note_to_file, loader_keywords, required_lengths
+from autosplit.plan.record import RankSettings, add_note_to_file, count_of, loader_keywords, required_lengths
 from autosplit.solve.split import accumulation_steps
 
 
@@ -295,9 +294,8 @@ class Context(CheckpointMethods):
             count: Returns the divisor of a batch's mean loss, if the divisor is not the number of samples: an int
                 (labels without padding) or a float (the sum of the class weights of its labels).
             loss_scope: ``"ranks"`` if the loss divides by a number summed over all ranks, as in DETR. With several
-                micro-batches per step also pass `count`, which returns that number. ``"sample"`` if the loss is the
-                rank's own mean. Default: ``"sample"``, but raise InputError if the ranks run a collective between the
-                forward and the first backward.
+                micro-batches per step also pass `count`, which returns that number. Default: ``"sample"``, the loss is
+                the rank's own mean.
             on_oom: Pass ``"cut"`` on every rank to run a micro-batch again in two parts if it runs out of memory in
                 ``with step.attempt():``. The other ranks wait. See `Plan.steps`.
             noise_scale: On every rank an `autosplit.NoiseScale`, which estimates the gradient noise scale from the
@@ -341,6 +339,8 @@ class Context(CheckpointMethods):
         settings = partial(settings_of, loader, **options, **{"loss_scope=": loss_scope})
         sampler = getattr(loader, "batch_sampler", None)
         spans_ranks = checked_scope(loss_scope)
+        if not spans_ranks and (self.world_size > 1 or self.plan.accumulation_steps > 1):
+            warn_of_missing_count(count, count_of(self.plan))
         if spans_ranks:
             refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None, rebalances=rebalance == "auto")
             refuse_ranks_without_samples(self._slice.batch_sizes.count(0))
@@ -348,8 +348,8 @@ class Context(CheckpointMethods):
         refuse_rebalance(rebalance, can_switch=can_switch, meets=self._models.meet_always)
         if not isinstance(sampler, ScheduledBatchSampler):
             made = self._foreign_steps(loader, count=count, spans_ranks=spans_ranks)
-            made = checked(made, cuts, **estimate, reads_loss=count is None and not spans_ranks)
-            return Steps(self._synchronised(made, settings, watches=loss_scope is None), None)
+            made = checked(made, cuts, **estimate)
+            return Steps(self._synchronised(made, settings), None)
         if sampler.rank_slice not in (self._slices if can_switch else [self._slice]):
             raise InputError(
                 f"The loader's batch sampler is a {type(sampler).__name__} for another rank or plan. Expected rank "
@@ -361,7 +361,7 @@ class Context(CheckpointMethods):
         given: Any = {"over_ranks": over_ranks, "spans_ranks": spans_ranks, "cuts": cuts, **estimate}
         begin = partial(self._begun, loader, sampler, count=count, **given)
         made = self._slow_ranks.switching(begin(), sampler, self._follow, begin)
-        made = self._synchronised(made, settings, watches=loss_scope is None, rebalances=rebalance == "auto")
+        made = self._synchronised(made, settings, rebalances=rebalance == "auto")
         return Steps(made, sampler)
 
     def _foreign_steps(self, loader: Any, *, count: Count | None, spans_ranks: bool) -> Iterator[OptimizerStep]:
@@ -447,7 +447,6 @@ class Context(CheckpointMethods):
         made: Iterator[OptimizerStep],
         settings: Callable[[], Settings],
         *,
-        watches: bool = False,
         rebalances: bool = False,
     ) -> Iterator[OptimizerStep]:
         """Synchronise gradients in the last micro-batch of each step, and anywhere outside the loop.
@@ -469,9 +468,6 @@ class Context(CheckpointMethods):
                 if self.world_size > 1:
                     mine += [self._equal_gradients, self._progress, self._slow_ranks]
                     self._progress.begin_step(step.index)
-                if watches:
-                    watches = False
-                    mine.append(LossCollectives())
                 step.listeners[:0] = mine
                 self._step = weakref.ref(step)
                 self._equal_gradients.begin_step(step.index)

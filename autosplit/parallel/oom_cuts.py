@@ -32,8 +32,8 @@ from autosplit.errors import InputError, advise, warn_user
 from autosplit.notes import Note
 from autosplit.oom import is_oom, scarcity
 from autosplit.parallel.batch_counts import Count, counted
-from autosplit.parallel.loss_graph import graph_nodes
 from autosplit.rng import RngState
+from autosplit.workload.autograd_graph import graph_nodes
 from autosplit.workload.batch import chunk
 from autosplit.workload.samples import batch_size_of
 
