@@ -27,12 +27,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from autosplit.autograd_graph import graph_leaves
 from autosplit.ddp.device import exchange_device, gathered, told_by_all
 from autosplit.ddp.rank_models import Models
 from autosplit.errors import InputError
 from autosplit.parallel.awaited_update import optimizers_since, updates_by_optimizer
 from autosplit.parallel.step_listener import StepListener
-from autosplit.workload.autograd_graph import graph_leaves
 
 _CHUNK = 2**22
 """Elements that are summed at a time, because torch copies them to int64."""

@@ -12,8 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autosplit.autograd_graph import graph_leaves
 from autosplit.errors import InputError
-from autosplit.workload.autograd_graph import graph_leaves
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from autosplit.accelerators import accelerator_in_use
+from autosplit.autograd_graph import graph_nodes
 from autosplit.errors import InputError, advise, warn_user
 from autosplit.notes import Note
 from autosplit.oom import is_oom, scarcity
 from autosplit.parallel.batch_counts import Count, counted
 from autosplit.rng import RngState
-from autosplit.workload.autograd_graph import graph_nodes
 from autosplit.workload.batch import chunk
 from autosplit.workload.samples import batch_size_of
 

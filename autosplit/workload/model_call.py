@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from autosplit.autograd_graph import graph_leaves
 from autosplit.devices.transfer import HOST, active_placement
 from autosplit.errors import WorkloadError, advise
 from autosplit.notes import Note
 from autosplit.text import counted_text
-from autosplit.workload.autograd_graph import graph_leaves
 from autosplit.workload.batch import placed_on, unmarked
 from autosplit.workload.models import Models
 from autosplit.workload.samples import COLLATED, doubting, is_list_of_samples
