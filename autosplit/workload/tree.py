@@ -107,12 +107,6 @@ def leaves_of(tree: Any) -> Iterator[Any]:
     return (leaf for _, leaf in named_leaves(tree, ""))
 
 
-def marked(tree: Any, positions: set[int]) -> Any:
-    """Mark leaves as `Whole`, by their positions among all leaves."""
-    count = itertools.count()
-    return map_leaves(lambda leaf: Whole(leaf) if next(count) in positions else leaf, tree)
-
-
 def tensors_of(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors of a tree in order, including tensors inside a `Whole`."""
     for leaf in leaves_of(tree):
