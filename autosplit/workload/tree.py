@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Generic, TypeVar
