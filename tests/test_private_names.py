@@ -21,7 +21,7 @@ OF_OTHERS = frozenset(
     {
         *("_exit", "_fields", "_replace"),  # Python
         *("_add_dataloader", "_dataloaders", "_non_blocking", "_optimizers", "_remove_dataloader", "_schedulers"),
-        *("_set_sync_gradients", "_is_accelerate_prepared", "_original_forward", "_saved_reduction"),  # accelerate
+        *("_set_sync_gradients", "_is_accelerate_prepared", "_original_forward"),  # accelerate
         *("_get_num_items_in_batch", "_gradient_checkpointing_func", "_loss_shifts_labels", "_n_gpu"),  # transformers
         "_gpu_name_to_accelerator_type",  # ray
         *("_prepare_inputs", "_checkpointed_class"),  # the last is our own

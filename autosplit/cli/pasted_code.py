@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from autosplit.cli.workload_arguments import flags_of
 from autosplit.plan.explanation import ASSUMED_LOSS
 from autosplit.plan.plan import Plan
+from autosplit.plan.record import count_of
 from autosplit.plan.strategy import recommended_plan
 from autosplit.probe.check_result import EXACT, is_count_expression
 from autosplit.text import printable
@@ -61,7 +62,7 @@ def _given(plan: Plan) -> str:
     more = " and loader" if plan.lengths is None else ", dataset, lengths and pad"
     loss_from = _loss_from(plan)
     loss = "" if loss_from == "output" else f", {loss_from}"
-    loss += ", class_weights" if "class_weights" in _count_of(plan) else ""
+    loss += ", class_weights" if "class_weights" in count_of(plan) else ""
     one_by_one = ". Wrap several models one by one." if loss_from == "step" else ""
     return f"# Your script defines model, optimizer{loss}{more}{one_by_one}"
 
@@ -105,7 +106,7 @@ def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
         yield "# No loop is printed, because it would not train as one process does."
         yield from (f"# {printable(one)}" for one in wrong)
         return
-    count = f", count=lambda batch: {_count_of(plan)}" if _count_of(plan) else ""
+    count = f", count=lambda batch: {count_of(plan)}" if count_of(plan) else ""
     if scaled:
         yield f'scaler = torch.amp.GradScaler("{kind}")'
     yield f"for step in {of}.steps(loader{count}{device and f', device={device}'}):"
@@ -134,12 +135,6 @@ def _uncorrected(plan: Plan, of: str) -> Iterator[str]:
                 yield "autosplit did not write the plan's count=. Run autosplit check."
             elif not check.count or (of == "plan" and (check.split_error or 0.0) > EXACT):
                 yield check.advice
-
-
-def _count_of(plan: Plan) -> str:
-    """Return a Python expression for the divisor of a batch's loss, or "" for the number of samples."""
-    counts = (one.count for one in plan.checks if one.subject == "loss")
-    return next((count for count in counts if count and is_count_expression(count)), "")
 
 
 def _autocast(plan: Plan) -> str:

@@ -23,14 +23,13 @@ from autosplit.ddp.find_plan import check_model
 from autosplit.ddp.gradient_average import refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
 from autosplit.ddp.loader_steps import foreign_steps, refuse_hook, refuse_unplanned, sums_over_ranks, totals_over_ranks
-from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.progress import Progress
 from autosplit.ddp.rank_gather import Gathered, gather_rows
 from autosplit.ddp.rank_model import RankModel, refuse_options
 from autosplit.ddp.rank_models import Models, Ranks
 from autosplit.ddp.sharded_tensors import begin_step
 from autosplit.errors import InputError
-from autosplit.parallel.batch_counts import Count
+from autosplit.parallel.batch_counts import Count, warn_of_missing_count
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
 from autosplit.parallel.effective_batch import compared
@@ -42,7 +41,7 @@ from autosplit.parallel.rebuilt_loader import loader_around
 from autosplit.parallel.step_listener import NoiseEstimate, StepListener, checked_estimate
 from autosplit.plan.other_model import refuse_wrapped
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import RankSettings, add_note_to_file, loader_keywords, required_lengths
+from autosplit.plan.record import RankSettings, add_note_to_file, count_of, loader_keywords, required_lengths
 from autosplit.solve.split import accumulation_steps
 
 if TYPE_CHECKING:
@@ -293,9 +292,8 @@ class Context(CheckpointMethods):
             count: Returns the divisor of a batch's mean loss, if the divisor is not the number of samples: an int
                 (labels without padding) or a float (the sum of the class weights of its labels).
             loss_scope: ``"ranks"`` if the loss divides by a number summed over all ranks, as in DETR. With several
-                micro-batches per step also pass `count`, which returns that number. ``"sample"`` if the loss is the
-                rank's own mean. Default: ``"sample"``, but raise InputError if the ranks run a collective between the
-                forward and the first backward.
+                micro-batches per step also pass `count`, which returns that number. Default: ``"sample"``, the loss is
+                the rank's own mean.
             on_oom: Pass ``"cut"`` on every rank to run a micro-batch again in two parts if it runs out of memory in
                 ``with step.attempt():``. The other ranks wait. See `Plan.steps`.
             noise_scale: On every rank an `autosplit.NoiseScale`, which estimates the gradient noise scale from the
@@ -339,13 +337,15 @@ class Context(CheckpointMethods):
         settings = partial(settings_of, loader, **options, **{"loss_scope=": loss_scope})
         sampler = getattr(loader, "batch_sampler", None)
         spans_ranks = checked_scope(loss_scope)
+        if not spans_ranks and (self.world_size > 1 or self.plan.accumulation_steps > 1):
+            warn_of_missing_count(count, count_of(self.plan))
         if spans_ranks:
             refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None)
             refuse_ranks_without_samples(self._slice.batch_sizes.count(0))
         if not isinstance(sampler, ScheduledBatchSampler):
             made = self._foreign_steps(loader, count=count, spans_ranks=spans_ranks)
-            made = checked(made, cuts, **estimate, reads_loss=count is None and not spans_ranks)
-            return Steps(self._synchronised(made, settings, watches=loss_scope is None), None)
+            made = checked(made, cuts, **estimate)
+            return Steps(self._synchronised(made, settings), None)
         if sampler.rank_slice != self._slice:
             raise InputError(
                 f"The loader's batch sampler is a {type(sampler).__name__} for another rank or plan. Expected rank "
@@ -357,7 +357,7 @@ class Context(CheckpointMethods):
         given: Any = {"over_ranks": over_ranks, "spans_ranks": spans_ranks, "cuts": cuts, **estimate}
         sizes: Any = {"batch_size": self.batch_size, "effective_batch_size": self.effective_batch_size}
         made = steps(loader, **sizes, count=count, **given)
-        made = self._synchronised(made, settings, watches=loss_scope is None)
+        made = self._synchronised(made, settings)
         return Steps(made, sampler)
 
     def _foreign_steps(self, loader: Any, *, count: Count | None, spans_ranks: bool) -> Iterator[OptimizerStep]:
@@ -437,8 +437,6 @@ class Context(CheckpointMethods):
         self,
         made: Iterator[OptimizerStep],
         settings: Callable[[], Settings],
-        *,
-        watches: bool = False,
     ) -> Iterator[OptimizerStep]:
         """Synchronise gradients in the last micro-batch of each step, and anywhere outside the loop.
 
@@ -463,9 +461,6 @@ class Context(CheckpointMethods):
                     self._progress.begin_step(step.index)
                 if slow_ranks is not None:
                     mine.append(slow_ranks)
-                if watches:
-                    watches = False
-                    mine.append(LossCollectives())
                 step.listeners[:0] = mine
                 self._step = weakref.ref(step)
                 self._equal_gradients.begin_step(step.index)

@@ -27,11 +27,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from autosplit.autograd_graph import graph_leaves
 from autosplit.ddp.device import exchange_device, gathered, told_by_all
 from autosplit.ddp.rank_models import Models
 from autosplit.errors import InputError
 from autosplit.parallel.awaited_update import optimizers_since, updates_by_optimizer
-from autosplit.parallel.loss_graph import graph_nodes
 from autosplit.parallel.step_listener import StepListener
 
 _CHUNK = 2**22
@@ -140,9 +140,7 @@ class EqualGradients(StepListener):
     def begin_backward(self, loss: Tensor) -> None:
         """Find the parameters in the graph of the loss, in the first step of a loop."""
         if self._is_first:
-            nodes = (node for node in graph_nodes(loss.grad_fn) if type(node).__name__ == "AccumulateGrad")
-            found = (node.variable for node in nodes if isinstance(node.variable, nn.Parameter))
-            self._parameters |= dict.fromkeys(found)
+            self._parameters |= dict.fromkeys(leaf for leaf in graph_leaves(loss) if isinstance(leaf, nn.Parameter))
 
     def finish(self, count: float) -> None:  # noqa: ARG002
         """Compare the gradients after the last backward."""

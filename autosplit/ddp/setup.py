@@ -109,7 +109,7 @@ def setup(
     try:
         with _process_group(place, watch, ctx, store, progress, timeout_s) as sockets:
             watch.begin(sockets)
-            with watch.telling(), progress.explained(), user_collectives(compares=True):
+            with watch.telling(), progress.explained(), user_collectives():
                 agree_on(plan, place.rank)
                 yield ctx
     finally:

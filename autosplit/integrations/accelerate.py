@@ -38,20 +38,19 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autosplit.ddp.group_end import let_go_of_group_last
-from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError, warn_user
 from autosplit.integrations.gradient_norms import RunNorms
 from autosplit.integrations.loop_position import LoopPosition
 from autosplit.integrations.oom_halves import CutBatches, refuse_gathering
-from autosplit.integrations.own_loss import OwnLoss, doubt_sum, warn_of_router_loss
+from autosplit.integrations.own_loss import OwnLoss, warn_of_router_loss
 from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.trained_gradients import TrainedGradients
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
 from autosplit.parallel.batch_counts import Count
-from autosplit.parallel.loss_graph import UnevenLossWarning
+from autosplit.parallel.loss_weights import UnevenLossWarning
 from autosplit.parallel.parts import OnOom
 from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combined_scope
 from autosplit.parallel.rebuilt_loader import is_shuffled
@@ -136,8 +135,6 @@ class SharesLoader(DataLoaderShard):
                 self.gradient_state._remove_dataloader(self)
                 self.gradient_state._add_dataloader(self)
             position.draw(one._replace(batch=None), iteration)
-            if self._accelerator._collectives is not None:
-                self._accelerator._collectives.begin()
             yield one.batch if self.device is None else send_to_device(one.batch, self.device, self._non_blocking)
         self.iteration += 1
         self.end()
@@ -189,8 +186,7 @@ class Accelerator(accelerate.Accelerator):
         PlanError: The plan cannot be read, or its number of processes differs from this job's or accelerate's.
         DeviceError: The plan is for simulated GPUs, or for other GPUs.
         InputError: The accumulation plugin would join an epoch's last optimizer step with the next. In the first
-            backward: the loss is not a mean over samples, and there is no `count`. Or the processes run a collective
-            between the forward and the backward, and there is no `loss_scope`.
+            backward: the loss is not a mean over samples, and there is no `count`.
 
     Warns:
         NoPlanWarning: There is no plan.
@@ -214,7 +210,6 @@ class Accelerator(accelerate.Accelerator):
         self._norms = RunNorms.of_share(self.share, noise_scale)
         self.noise_scale = None if self._norms is None else self._norms.noise_scale
         self._count, self._scope = count, loss_scope
-        self._collectives: LossCollectives | None = None
         self._gradients: TrainedGradients | None = None
         if checked_scope(loss_scope):
             sums = self.share is not None and self.share.plan.loss_reduction == "sum"
@@ -251,8 +246,6 @@ class Accelerator(accelerate.Accelerator):
             self._gradients = TrainedGradients(self._models, again)
         if self.share is not None and len(self._models) == 1:
             self._own_loss = OwnLoss(prepared)
-            if self._scope is None and self.num_processes > 1:
-                self._collectives = LossCollectives(counts=True)
         if self._cut is not None:
             self._cut.watch(prepared)
         return prepared
@@ -342,11 +335,8 @@ class Accelerator(accelerate.Accelerator):
             self.share.refuse_uncounted_batchnorms(
                 self._models[0], self.gradient_state.active_dataloader.sampler_of_shares
             )
-            if self._collectives is not None:
-                self._collectives.refuse(loss, one.weight, "the Accelerator")
             if self._weighs_samples:
-                doubt_sum(loss)
-                self._examine(asked, loss, min(one.size, 1) if self._cut is not None else one.size)
+                self._examine(asked, loss)
         # accelerate divides the loss by the accumulation steps. Undo this, because the weights already add up to 1.
         weight = one.weight * self.gradient_accumulation_steps
         run = partial(weighted_backward, super().backward, loss, weight, self._models, **kwargs)
@@ -390,11 +380,12 @@ class Accelerator(accelerate.Accelerator):
         if not self._position.is_in_mid_step:
             super().clip_grad_value_(parameters, clip_value)
 
-    def _examine(self, asked: OwnLoss, loss: torch.Tensor, samples: int) -> None:
+    def _examine(self, asked: OwnLoss, loss: torch.Tensor) -> None:
         loader = self.gradient_state.active_dataloader.base_dataloader
         model = self.unwrap_model(self._models[0])
-        reason = asked.examine(loss, model, loader, samples)
-        if self.share is not None and self.is_main_process:
+        assert self.share is not None, "only called with a plan"
+        reason = asked.examine(loss, model, loader, is_checked=bool(self.share.plan.checks))
+        if self.is_main_process:
             warn_of_router_loss(model, self.share)
         is_other = torch.tensor([int(bool(reason))], device=self.device)
         if int(super().gather(is_other).max()):

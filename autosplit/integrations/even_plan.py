@@ -209,7 +209,7 @@ def _training_notes(plan: PlanRecord, even: EvenRanks, tool: Tool) -> list[str]:
     norms = [check.subject for check in depends if "BatchNorm" in check.subject]
     if norms and parts > 1:
         more = ", or over all ranks with sync_batchnorm=True" if tool is LIGHTNING and even.num_ranks > 1 else ""
-        names = norms[0] if len(norms) == 1 else f"{norms[0]} (and {len(norms) - 1} more)"
+        names = " and ".join(norms)
         notes.append(f"{names} normalizes over the {even.batch_size} samples of one rank's forward{more}.")
     if plan.precision != "none" and tool is not LIGHTNING:
         used = " (used by Trainer)" if tool is TRANSFORMERS else ""

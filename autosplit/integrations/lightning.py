@@ -27,7 +27,6 @@ from torch.utils.data import DataLoader, SequentialSampler
 from autosplit.accelerators import accelerator_kind
 from autosplit.ddp.batchnorms import silenced
 from autosplit.ddp.group_end import let_go_of_group_last
-from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError, PlanError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
@@ -38,7 +37,7 @@ from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.trained_gradients import TrainedGradients
 from autosplit.integrations.weighted_backward import Weighed, batches_of, weighed
 from autosplit.parallel.batch_counts import Count
-from autosplit.parallel.loss_graph import UnevenLossWarning
+from autosplit.parallel.loss_weights import UnevenLossWarning
 from autosplit.parallel.parts import OnOom
 from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combined_scope
 from autosplit.parallel.step_listener import NoiseEstimate
@@ -201,7 +200,6 @@ class Shares(lightning.pytorch.Callback):
         self._count, self._scope = count, loss_scope
         if checked_scope(loss_scope):
             refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None)
-        self._collectives: LossCollectives | None = None
         self._gradients: TrainedGradients | None = None
         self._loader: SharesLoader | None = None
         self._finding: Finding | None = None
@@ -282,8 +280,6 @@ class Shares(lightning.pytorch.Callback):
             if self._norms is not None:
                 refuse_sum(self._finding.rule == SUM)
             self._find_loader(trainer)
-        if self._scope is None and self.share.num_processes > 1:
-            self._collectives = LossCollectives(counts=True)
         if self.share.num_processes > 1:
             again = "Freeze layers in on_train_start, and pass strategy='ddp_find_unused_parameters_true'."
             self._gradients = TrainedGradients([trainer.strategy.model], again)
@@ -311,8 +307,6 @@ class Shares(lightning.pytorch.Callback):
                 code="lightning-accumulation",
             )
         self._at = self._loader.walked[batch_idx]
-        if self._collectives is not None:
-            self._collectives.begin()
         if self._norms is not None and self._at.position == 0:
             self._norms.begin()
         if self._cut is not None:
@@ -372,8 +366,6 @@ class Shares(lightning.pytorch.Callback):
         """Multiply the gradient by the weight. Undo Lightning's division by the accumulation steps."""
         if self._loader is None or self._at is None or (self._cut is not None and self._cut.has_run):
             return
-        if self._collectives is not None:
-            self._collectives.refuse(loss, self._at.weight, "Shares")
         weight = self._at.weight * trainer.accumulate_grad_batches
         loss.register_hook(lambda gradient: gradient * weight)
         if self._norms is not None:

@@ -1,7 +1,7 @@
 """Infer the divisor of the loss in an accelerate loop, at its first backward.
 
-If the model returned the loss, the model runs again on a few samples. Otherwise the loop's code computed the loss, so
-only its graph can be examined.
+If the model returned the loss, the model runs again on a few samples. Otherwise the loop's code computed the loss, and
+only the plan's gradient check can examine it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import nn
 
 from autosplit.errors import InputError, WorkloadError, warn_user
 from autosplit.integrations.process_share import Share
-from autosplit.parallel.loss_graph import COUNTS, Reading, UnevenLossWarning, read_loss
-from autosplit.parallel.loss_weights import IGNORED_LABEL
+from autosplit.parallel.loss_weights import IGNORED_LABEL, UnevenLossWarning
 from autosplit.probe.loss_mean import SUM, TOLERANCE, Finding, Samples, examine_others, warn_of_finding
 from autosplit.rng import kept_rng
 from autosplit.workload.tree import map_tensors
@@ -46,11 +45,11 @@ class OwnLoss:
                 code="num-items-in-batch",
             )
 
-    def examine(self, loss: torch.Tensor, model: nn.Module, loader: Any, samples: int) -> str:
+    def examine(self, loss: torch.Tensor, model: nn.Module, loader: Any, *, is_checked: bool) -> str:
         """Return the reason why a loss cannot be weighted by samples. Return "" if it can, or if this is unknown.
 
         Args:
-            samples: The samples of the batch. 0 if the batch has weight 0.
+            is_checked: Whether the plan has the results of the gradient check.
 
         Warns:
             UnevenLossWarning: The loss could not be examined, or it fits no rule.
@@ -61,14 +60,11 @@ class OwnLoss:
             if finding.rule == "samples" or not finding.error <= TOLERANCE:
                 return ""
             return f"The model's loss is {finding}. {_cure(finding)}"
-        reading = read_loss(loss, samples) if samples else Reading("samples")
-        if reading.kind in ("weights", "labels", "elements"):
-            return f"The loss is {reading.text}. Pass count= to the Accelerator: {COUNTS[reading.kind]}."
-        if reading.kind == "unknown":
+        if not is_checked:
             warn_user(
-                f"autosplit can't infer the divisor of the loss: the loss is {reading.text}, and the model did not "
-                "compute it. autosplit treats it as a mean over samples. If that is wrong, pass count= to the "
-                "Accelerator, a function that returns the divisor of a batch's loss.",
+                "autosplit can't infer the divisor of the loss, because the model did not compute it, and the plan has "
+                "no gradient check. autosplit treats the loss as a mean over samples. If that is wrong, pass count= to "
+                "the Accelerator, a function that returns the divisor of a batch's loss.",
                 UnevenLossWarning,
             )
         return ""
@@ -120,25 +116,18 @@ def _moved(rows: dict[str, Any], loss: torch.Tensor) -> Any:
     return map_tensors(lambda tensor: tensor.to(loss.device), rows)
 
 
+_WEIGHTS = "count=lambda batch: float(class_weights[labels].sum()), with the labels of the batch"
+_LABELS = "a function that counts those labels in a batch"
+
+
 def _cure(finding: Finding) -> str:
     if finding.rule == SUM:
         return "Tune with loss_reduction='sum'."
     if finding.counter is not None:
         weighted = finding.counter.weights is not None
-        return f"Pass count= to the Accelerator: {COUNTS['weights' if weighted else 'labels']}."
+        return f"Pass count= to the Accelerator: {_WEIGHTS if weighted else _LABELS}."
     labels = 'batch["labels"][:, 1:]' if finding.rule == "shifted labels" else 'batch["labels"]'
     return f"Pass count=lambda batch: int(({labels} != {IGNORED_LABEL}).sum()) to the Accelerator."
-
-
-def doubt_sum(loss: torch.Tensor) -> None:
-    """Warn if the graph of a loss ends in a sum. Weighted as a mean, its gradient depends on the split."""
-    last = loss.grad_fn
-    if type(last).__name__ == "SumBackward0" or getattr(last, "_saved_reduction", 1) == 2:
-        warn_user(
-            f"The loss ends in a sum ({type(last).__name__}), but the plan weights it as a mean over samples. Use a "
-            "mean, or tune with loss_reduction='sum'.",
-            UnevenLossWarning,
-        )
 
 
 def warn_of_router_loss(model: Any, share: Share) -> None:

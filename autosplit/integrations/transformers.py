@@ -34,7 +34,6 @@ from torch.nn.parallel import DistributedDataParallel
 from autosplit import ddp
 from autosplit.ddp.gradient_average import apart, average_gradients, refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last
-from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.errors import InputError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
 from autosplit.integrations.own_loss import warn_of_router_loss
@@ -44,8 +43,7 @@ from autosplit.integrations.trained_gradients import TrainedGradients
 from autosplit.integrations.transformers_workload import workload
 from autosplit.integrations.weighted_backward import weighted_backward
 from autosplit.parallel.batch_counts import Count, counted
-from autosplit.parallel.loss_graph import UnevenLossWarning
-from autosplit.parallel.loss_weights import IGNORED_LABEL
+from autosplit.parallel.loss_weights import IGNORED_LABEL, UnevenLossWarning
 from autosplit.parallel.parts import OnOom, Part
 from autosplit.parallel.rank_scope import (
     LossScope,
@@ -125,7 +123,6 @@ class SharesMixin(Mixed):
         self._count, self._scope = count, loss_scope
         if checked_scope(loss_scope):
             refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None)
-        self._collectives: LossCollectives | None = None
         self._gradients: TrainedGradients | None = None
         self._weights: deque[float] = deque()
         self._items: deque[float] = deque()
@@ -243,10 +240,6 @@ class SharesMixin(Mixed):
         weight = self._weights.popleft()
         self.current_gradient_accumulation_steps = 1  # otherwise the Trainer would divide the weighted loss again
         items = self._items.popleft() if self._norms is not None else 0
-        if self._scope is None and self._collectives is None and self.share.num_processes > 1:
-            self._collectives = LossCollectives(counts=True)
-        if self._collectives is not None:
-            self._collectives.begin()
         if self._gradients is None and self.share.num_processes > 1:
             again = "Unfreeze and add layers before trainer.train()."
             self._gradients = TrainedGradients([model], again)
@@ -334,8 +327,6 @@ class SharesMixin(Mixed):
         backward = accelerator.backward
 
         def weighted(loss: torch.Tensor, **options: Any) -> None:
-            if self._collectives is not None:
-                self._collectives.refuse(loss, weight, "the Trainer")
             run = partial(weighted_backward, backward, loss, weight, [model], **options)
             with self._recorded(loss, items, model):
                 run() if attempt is None else attempt.backward(run, loss)

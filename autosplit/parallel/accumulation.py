@@ -6,15 +6,14 @@ this value.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autosplit.autograd_graph import graph_leaves
 from autosplit.errors import InputError
-from autosplit.parallel.loss_graph import graph_nodes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,13 +25,11 @@ class Accumulation:
     Attributes:
         is_last: Whether the running micro-step is the last. Its backward must reduce the gradients to device 0.
         split: Samples per device of the running micro-batch. None if the wrapper's proportions apply.
-        combines_by_samples: Whether a wrapper combined losses of several devices, weighted by their samples.
     """
 
     def __init__(self) -> None:
         self.is_last = False
         self.split: tuple[int, ...] | None = None
-        self.combines_by_samples = False
         self._keepers: dict[Any, None] = {}
 
     def join(self, keeper: Any) -> None:
@@ -80,11 +77,9 @@ class WatchedParameter:
 
     @classmethod
     def of(cls, loss: Tensor) -> WatchedParameter | None:
-        """Return the parameter nearest to the loss. Search at most 200 graph nodes."""
-        for node in itertools.islice(graph_nodes(loss.grad_fn), 200):
-            if type(node).__name__ == "AccumulateGrad":
-                return cls(node.variable, node.variable._version)  # noqa: SLF001  # torch has no public version
-        return None
+        """Return the parameter nearest to the loss."""
+        nearest = next(graph_leaves(loss), None)
+        return None if nearest is None else cls(nearest, nearest._version)  # noqa: SLF001  # torch has no public version
 
     def is_changed(self) -> bool:
         """Return whether the parameter was changed in place."""

@@ -15,7 +15,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset, IterableDataset
 
-from autosplit.errors import InputError, WorkloadError
+from autosplit.errors import InputError, WorkloadError, warn_user
+from autosplit.parallel.loss_weights import UnevenLossWarning
 from autosplit.workload.samples import batch_size_of
 from autosplit.workload.tree import children_of
 
@@ -42,6 +43,16 @@ def counted(count: Count, batch: Any) -> float:
         InputError: `count` did not return a finite number of 0 or more.
     """
     return as_count(count(batch), "count(batch)")
+
+
+def warn_of_missing_count(count: Count | None, expression: str) -> None:
+    """Warn if a loop has no `count`, but the plan's gradient check found the divisor of the loss."""
+    if count is None and expression:
+        warn_user(
+            "The plan's gradient check found that the loss is not a mean over samples, but without count= a "
+            f"micro-batch is weighted by its samples. Pass count=lambda batch: {expression} to steps().",
+            UnevenLossWarning,
+        )
 
 
 def as_count(value: Any, name: str) -> float:

@@ -22,7 +22,7 @@ from autosplit.parallel.rank_scope import (
     refuse_ranks_without_samples,
     refuse_uncounted_scope,
 )
-from autosplit.parallel.step_listener import Consumption, LossReader, NoiseEstimate, Sums, checked_estimate
+from autosplit.parallel.step_listener import Consumption, NoiseEstimate, Sums, checked_estimate
 from autosplit.solve.split import accumulation_steps, micro_batch_sizes, whole_number
 
 _MISSING = object()
@@ -122,8 +122,7 @@ def steps(
         made = _held_steps(loader, count, most_batches=accumulation_steps(effective_batch_size, batch_size))
     else:
         made = _held_steps(loader, None, enough=effective_batch_size)
-    reads = count is None and not spans_ranks
-    made = checked(made, cuts, noise_scale, sums_over_ranks, reads_loss=reads, device=device)
+    made = checked(made, cuts, noise_scale, sums_over_ranks, device=device)
     return Steps(made, sampler if isinstance(sampler, ScheduledBatchSampler) else None)
 
 
@@ -133,22 +132,14 @@ def checked(
     noise_scale: NoiseEstimate | None = None,
     sums_over_ranks: Callable[[Sums], Sums] | None = None,
     *,
-    reads_loss: bool = False,
     device: torch.device | str | int | None = None,
 ) -> Iterator[OptimizerStep]:
-    """Set `cuts`, `noise_scale` and `device` on each step, and yield it. Raise InputError if a step is left unfinished.
-
-    Args:
-        reads_loss: Whether to warn if losses are weighted by samples, but are not means over samples.
-    """
+    """Set `cuts`, `noise_scale` and `device` on each step, and yield it. Raise InputError if a step is unfinished."""
     checked_estimate(noise_scale)
-    forgotten, reader = ForgottenCalls(), LossReader(has_read=not reads_loss)
+    forgotten = ForgottenCalls()
     for step in made:
         forgotten.follow(step)
         step.cuts, step.noise_scale, step.device = cuts, noise_scale, device
-        if not reader.has_read:
-            reader.is_weighted = cuts is not None or step.micro_batch_sizes[0] != step.num_samples
-            step.listeners.append(reader)
         if noise_scale is not None:
             step.listeners.append(noise_scale.begin_step(sums_over_ranks))
         yield step

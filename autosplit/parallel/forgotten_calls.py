@@ -10,7 +10,6 @@ from torch import Tensor
 
 from autosplit.errors import warn_user
 from autosplit.parallel.awaited_update import AwaitedUpdate, StepsWarning, optimizers_since, updates_by_optimizer
-from autosplit.parallel.loss_graph import outer_factor
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.parallel.step_listener import StepListener
 
@@ -46,7 +45,7 @@ class ForgottenCalls(StepListener):
 
     def first_loss(self, loss: Tensor, samples: int, weight: float) -> None:  # noqa: ARG002
         """Warn if the loop divides the loss of the first step itself, as `step.backward` does."""
-        step, factor = self._steps[-1], outer_factor(loss)
+        step, factor = self._steps[-1], _outer_factor(loss)
         divisors = [number for number in (step.micro_steps, step.num_ranks, 1 / weight) if number > 1]
         if len(self._steps) == 1 and factor and any(abs(factor * number - 1) < ROUNDING for number in divisors):
             warn_user(
@@ -103,6 +102,21 @@ class _Gradient:
     def is_unchanged(self) -> bool:
         grad = self._parameter.grad
         return grad is not None and torch.equal(grad, self._values)
+
+
+def _outer_factor(loss: Tensor) -> float | None:
+    """Return the number by which a loss was multiplied last. None if there is none, or if the loss adds up others."""
+    node = loss.grad_fn
+    name, *inner = (
+        type(one).__name__.partition("Backward")[0]
+        for one in (node, *(child for child, _ in getattr(node, "next_functions", ()) if child is not None))
+    )
+    other = getattr(node, "_saved_other", None)
+    if name not in ("Mul", "Div") or len(inner) != 1 or inner[0] in ("Add", "Sum", "Stack"):
+        return None
+    if not isinstance(other, Tensor) or other.numel() != 1 or other.device.type != "cpu" or not float(other):
+        return None
+    return float(other) if name == "Mul" else 1 / float(other)
 
 
 def _left_over(before: Counter[int]) -> _Gradient | None:

@@ -35,8 +35,7 @@ from torch import Tensor, nn
 
 from autosplit.devices.transfer import active_placement, transfer, transfer_into
 from autosplit.errors import WorkloadError, warn_user
-from autosplit.parallel.accumulation import current_accumulation
-from autosplit.parallel.loss_weights import DoubtfulWeights, by_samples
+from autosplit.parallel.loss_weights import DoubtfulWeights
 from autosplit.torch_versions import FakeTensor
 from autosplit.workload.samples import are_similar, is_plain_sequence, is_records
 from autosplit.workload.tree import children_of, is_cache, leaves_of, map_tensors, with_children
@@ -291,9 +290,6 @@ class Gathering:
     def _say_doubts(self) -> None:
         if isinstance(self.weights, DoubtfulWeights):
             self.weights.say()
-        running = current_accumulation()
-        if running is not None and len(self.shares) > 1 and [*self.weights] == by_samples(self.shares):
-            running.combines_by_samples = True
 
     def _check_rows(self, tensors: list[Tensor], place: str) -> None:
         rows = tuple(_rows(tensor, self.dim) for tensor in tensors)

@@ -36,6 +36,10 @@ class ReduceWarning(UserWarning):
     """The rule to combine a module's losses was not given and could not be inferred."""
 
 
+class UnevenLossWarning(UserWarning):
+    """The loss is not a mean over samples, but its micro-batches are weighted by their samples."""
+
+
 class DoubtfulWeights(list["float | Tensor"]):
     """Guessed weights. Call `say` to warn the user when a loss is combined with them."""
 

@@ -19,7 +19,6 @@ from autosplit.devices.transfer import Placement, adopt_module, transfer
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.parallel.persistent_replicas import KeptReplicas
 from autosplit.parallel.replicate import BufferCopies, carried, copy_buffers, moving_buffers, replicate
-from autosplit.parallel.side_outputs import warn_of_side_outputs
 from autosplit.parallel.tensor_copies import Copies, GpuCopies
 from autosplit.workload.batch import placed_on
 from autosplit.workload.tree import map_tensors
@@ -36,8 +35,6 @@ def run_in_turn(module: nn.Module, chunks: list[Any]) -> list[Any]:
     for (args, kwargs), own in zip(chunks[1:], copies, strict=True):
         with own:
             outputs.append(module(*args, **kwargs))
-    if len(chunks) > 1:
-        warn_of_side_outputs(module, module, outputs)
     return outputs
 
 
@@ -51,7 +48,6 @@ def run_placed(
         return [module(*placed[0][0], **placed[0][1])]
     replicas = replicate(module, active, Copies()) if kept is None else kept.replicas(module, active)
     outputs = [replica(*args, **kwargs) for replica, (args, kwargs) in zip(replicas, placed, strict=True)]
-    warn_of_side_outputs(module, replicas[-1], outputs)
     if active[0] != 0:
         copy_buffers(replicas[0], module, lambda tensor: transfer(tensor, active[0], 0, "buffer"))
     return outputs
@@ -99,7 +95,6 @@ def _outputs_of_gpus(
         [kwargs for _, kwargs in moved],
         [device.index for device in own],  # torch accepts torch.device objects only for CUDA, so pass indices
     )
-    warn_of_side_outputs(module, replicas[-1], outputs)
     if active[0] != 0:
         copy_buffers(replicas[0], module, lambda tensor: tensor.to(devices[0]))
     return list(outputs)

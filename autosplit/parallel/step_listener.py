@@ -1,4 +1,4 @@
-"""Let other code follow an `OptimizerStep`: synchronise ranks, record gradient norms, check the loss."""
+"""Let other code follow an `OptimizerStep`: synchronise ranks, record gradient norms."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Protocol
 from torch import Tensor
 
 from autosplit.errors import InputError
-from autosplit.parallel.accumulation import current_accumulation
 from autosplit.parallel.awaited_update import AwaitedUpdate
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
-from autosplit.parallel.loss_graph import read_loss, warn_of_reading
 
 
 class StepListener:
@@ -58,28 +56,6 @@ class StepListener:
 
     def finish(self, count: float) -> None:
         """Act after the last backward, before the optimizer steps. `count` is the step's, over all ranks."""
-
-
-@dataclass(eq=False)
-class LossReader(StepListener):
-    """Warn once if the graph of a step's first loss shows that the loss is not a mean over samples.
-
-    If one loss has all samples of a step, nothing is weighted, so any loss is right.
-
-    Attributes:
-        is_weighted: Whether the step weights micro-batches or ranks.
-    """
-
-    is_weighted: bool = True
-    has_read: bool = False
-
-    def first_loss(self, loss: Tensor, samples: int, weight: float) -> None:  # noqa: ARG002
-        """Examine the loss's autograd graph."""
-        running = current_accumulation()
-        is_combined = running is not None and running.combines_by_samples
-        if not self.has_read and (self.is_weighted or is_combined):
-            self.has_read = True
-            warn_of_reading(read_loss(loss, samples), is_weighted=self.is_weighted, is_combined=is_combined)
 
 
 @dataclass(eq=False)

@@ -16,6 +16,7 @@ from autosplit.plan.explanation import ASSUMED_LOSS, Explanation
 from autosplit.plan.record import (
     PlanRecord,
     add_note_to_file,
+    count_of,
     least_share,
     loader_keywords,
     reduce_of,
@@ -395,12 +396,16 @@ class Plan(PlanRecord):
         Warns:
             CutWarning: A micro-batch was cut for the first time. The warning has the reason and advice.
             EffectiveBatchWarning: The size of an optimizer step differs from the plan's effective batch size.
+            UnevenLossWarning: There is no `count`, but the plan's gradient check found that the loss needs one.
         """
+        from autosplit.parallel.batch_counts import warn_of_missing_count
         from autosplit.parallel.batch_sampler import ScheduledBatchSampler
         from autosplit.parallel.effective_batch import compared
         from autosplit.parallel.epoch_steps import Steps, steps
         from autosplit.parallel.parts import cuts_of
 
+        if self.accumulation_steps > 1:
+            warn_of_missing_count(count, count_of(self))
         note = partial(add_note_to_file, self)
         cuts = cuts_of(loader, on_oom, dim=self.batch_dim, least=least_share(self), count=count, note=note)
         made = steps(

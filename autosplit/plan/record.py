@@ -20,7 +20,7 @@ from autosplit.notes import Note
 from autosplit.plan.explanation import Change, Explained
 from autosplit.plan.loader_settings import LoaderSettings
 from autosplit.plan.validation import PRECISIONS, control_character, fits_devices, unfit_number, unsound_part
-from autosplit.probe.check_result import Check
+from autosplit.probe.check_result import Check, is_count_expression
 from autosplit.solve.length_plan import LengthPlan
 from autosplit.solve.memory import Ceiling, MemoryParts, Region
 from autosplit.solve.split import accumulation_steps
@@ -441,6 +441,12 @@ def add_note_to_file(plan: PlanRecord, note: Note) -> None:
             if note not in saved.notes:
                 mode = stat.S_IMODE(plan.path.stat().st_mode)
                 replace_file(plan.path, with_notes(saved, last=[note]).to_json() + "\n", mode=mode)
+
+
+def count_of(plan: PlanRecord) -> str:
+    """Return a Python expression for the divisor of a batch's loss, or "" for the number of samples."""
+    counts = (check.count for check in plan.checks if check.subject == "loss")
+    return next((count for count in counts if count and is_count_expression(count)), "")
 
 
 def reduce_of(plan: PlanRecord) -> Literal["samples", "tokens", "next tokens", "sum"] | None:

@@ -16,11 +16,11 @@ class Check:
     """One result of the gradient check: whether splitting the batch changes one part of the training.
 
     Attributes:
-        subject: The part of the training that was checked: ``"gradient"``, ``"loss"``, ``"batch"``,
-            ``"BatchNorm2d at features.1"``, ``"gradient of optimizer 0"``, ``"state in queue"`` (a buffer).
-        split_error: Relative difference (0.1 for 10%) of the gradient, or of a BatchNorm layer's output. The whole
-            sample batch is compared with the same batch split unevenly over two devices. None if it was not compared,
-            or is not finite. In a plan, differences within rounding are 0.
+        subject: The part of the training that was checked: ``"gradient"``, ``"loss"``, ``"BatchNorm2d at features.1"``,
+            ``"gradient of optimizer 0"``, ``"state in queue"`` (a buffer).
+        split_error: Relative difference (0.1 for 10%) of the gradient, or of a buffer. The whole sample batch is
+            compared with the same batch split unevenly over two devices. None if it was not compared, or is not finite.
+            In a plan, differences within rounding are 0.
         accumulation_error: The same difference for two uneven micro-batches, accumulated with the weights of
             `plan.steps` and of DDP ranks.
         depends: Whether the subject changes when the batch is split.
@@ -28,8 +28,8 @@ class Check:
         remark: A remark on the figures. Empty if there is none.
         reduce: For ``"gradient"`` and a loss that the model computes itself: the unit over which `plan.wrap` averages
             the devices' losses. ``"samples"``, ``"tokens"`` (labels that are not -100) or ``"next tokens"`` (tokens
-            without the first of each sequence). The check detects it by removing some of the sample batch's `labels`.
-            None if no unit makes the gradient exact, or if there are no labels. Then `plan.wrap` averages over samples.
+            without the first of each sequence). The check takes it from the cross entropy of the sample batch's
+            `labels`. None if there is none. Then `plan.wrap` averages over samples.
         count: For ``"loss"``: a Python expression for the divisor of the mean loss of a micro-batch `batch`, for
             ``plan.steps(loader, count=lambda batch: ...)``. None if the loss is a mean over samples, or if the divisor
             is unknown.

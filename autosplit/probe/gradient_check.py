@@ -2,7 +2,7 @@
 
 Compare three gradients: of the whole sample batch, of BalancedDataParallel with an uneven split over two devices, and
 of two uneven micro-batches with `plan.steps`. A mean loss is weighted by samples: rank r of W, with n of N samples, has
-the weight n·W/N. If the gradients differ, look for the cause. Give advice only if the numbers support it.
+the weight n·W/N. If the gradients differ, find the unit that the loss is a mean over.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def check(workload: Any) -> tuple[Check, ...]:
         workload: A `Workload`, or a function that returns a `Workload`.
 
     Returns:
-        The check of the whole gradient first (with `step=`, one for each optimizer), then the checks of its causes.
+        The check of the whole gradient first (with `step=`, one for each optimizer), then BatchNorm layers and the loss.
 
     Raises:
         WorkloadError: The sample batch has fewer than 4 samples, and there is no `make_batch`. Or the gradient is not

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from autosplit.accelerators import accelerator_in_use
-from autosplit.parallel.loss_graph import LabelMean, label_means
 from autosplit.parallel.loss_weights import Reduce
 from autosplit.parallel.replicate import BufferCopies, moving_buffers
+from autosplit.probe.label_counts import CrossEntropies, CrossEntropy, LabelMean, label_means
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.tracked_step import wrapper_for
 from autosplit.workload.batch import chunk
@@ -39,15 +38,14 @@ Gradients = dict[str, Tensor]
 GRADIENT = "gradient"
 
 _SCALE = 0.7
-"""Scale of a loss that changes how its gradient is rounded, to measure rounding noise. A power of two would not round.
-"""
+"""Scale of a loss that changes how its gradient is rounded. A power of two would not."""
 
 
 class TooDearError(Exception):
     """A run took longer than its limit, or would need too much memory."""
 
 
-class _Quiet(TorchFunctionMode):
+class _Quiet(CrossEntropies):
     """Disable dropout in all functions of torch while it is active. Raise TooDearError after the deadline."""
 
     def __init__(self, deadline_s: float | None) -> None:
@@ -75,7 +73,7 @@ class _Quiet(TorchFunctionMode):
                 args = (*args[:position], 0.0, *args[position + 1 :])
             else:
                 named["dropout_p"] = 0.0
-        return func(*args, **named)
+        return super().__torch_function__(func, types, args, named)
 
 
 _DROPOUT = re.compile("(feature_)?(alpha_)?dropout([123]d)?_?")
@@ -92,8 +90,8 @@ class QuietCopy:
 
     Attributes:
         saved_bytes: Bytes that autograd saved for the backward in the last run of the whole batch.
-        state: The buffers that the last run changed: new values by path.
-        label_means: The cross entropies in the loss of the whole batch, with the counts that each may be averaged over.
+        state: The buffers after the last run, by path.
+        label_means: The counts that each cross entropy of the whole batch may be averaged over.
     """
 
     def __init__(self, workload: Workload, batch: Any, dtype: torch.dtype, shares: tuple[int, int]) -> None:
@@ -144,28 +142,22 @@ class QuietCopy:
             for path, module in model.named_modules()
         ]
 
-    def whole(self, *, seed: int = 0, limit_s: float | None = None) -> Gradients:
+    def whole(self, *, seed: int = 0, scale: float = 1.0, limit_s: float | None = None) -> Gradients:
         """Return the gradient of the whole batch."""
         self.saved_bytes = 0
         begin_s = time.monotonic()
         deadline_s = None if limit_s is None else begin_s + limit_s
-        with self._alike(seed, deadline_s), self._counting_saved(), self._watching_state():
-            gradients = self._run(self.trainee.models, self.batch)
+        with self._alike(seed, deadline_s) as seen, self._counting_saved():
+            gradients = self._run(self.trainee.models, self.batch, scale=scale)
+        self.label_means = [*label_means(seen, self.batch)]
         self.seconds = time.monotonic() - begin_s
         return gradients
 
-    def again(self) -> None:
-        """Run the whole batch twice, and set `state` to the changes of the second run. The first run fills caches."""
-        with self._alike():
-            self._run(self.trainee.models, self.batch)
-            with self._watching_state():
-                self._run(self.trainee.models, self.batch)
-
-    def rescaled(self) -> Gradients:
-        """Return the gradient of the whole batch with other rounding: scale the loss, and undo this in the gradient."""
-        with self._alike():
-            found = self._run(self.trainee.models, self.batch, scale=_SCALE)
-        return found if self.workload.step is not None else {GRADIENT: found[GRADIENT] / _SCALE}
+    def again(self) -> Gradients:
+        """Return the gradient of the whole batch with other random numbers and other rounding."""
+        if self.workload.step is not None:
+            return self.whole(seed=1)
+        return {GRADIENT: self.whole(seed=1, scale=_SCALE)[GRADIENT] / _SCALE}
 
     def split(self, reduce: Reduce | None = None) -> Gradients:
         """Return the gradient of the batch split over two devices, as `Plan.wrap` splits it."""
@@ -175,12 +167,12 @@ class QuietCopy:
             wrapper.reduce = reduce or wrapper.reduce
             return wrapper
 
-        with self._alike(), self._watching_state():
+        with self._alike():
             return self._run(self.trainee.wrapped(wrapped), self.batch)
 
     def parts(self) -> list[Gradients]:
         """Return the gradients of two micro-batches, without weights."""
-        with self._alike(), self._watching_state():
+        with self._alike():
             return [self._run(self.trainee.models, micro_batch) for micro_batch in self.micro_batches]
 
     @property
@@ -199,8 +191,6 @@ class QuietCopy:
             parameter.grad = None
         if workload.step is None:
             loss = training_loss(workload, models.given, batch)
-            if models is self.trainee.models and batch is self.batch:
-                self.label_means = [*label_means(loss, batch)]
             self.trainee.outside.refuse(loss, workload, self.trainee.models.modules, batch)
             (loss * scale).backward()
         else:
@@ -211,7 +201,8 @@ class QuietCopy:
         return found
 
     @contextmanager
-    def _alike(self, seed: int = 0, deadline_s: float | None = None) -> Iterator[None]:
+    def _alike(self, seed: int = 0, deadline_s: float | None = None) -> Iterator[list[CrossEntropy]]:
+        """Run with the same buffers and random numbers. Record the buffers at the end, and the cross entropies."""
         before = torch.get_default_dtype()
         _seed(seed)
         with ExitStack() as stack:
@@ -219,19 +210,8 @@ class QuietCopy:
                 stack.enter_context(BufferCopies(moving_buffers(module)))
             torch.set_default_dtype(self.dtype)  # Tensors made in the forward must match the parameters.
             stack.callback(torch.set_default_dtype, before)
-            stack.enter_context(_Quiet(deadline_s))
-            yield
-
-    @contextmanager
-    def _watching_state(self) -> Iterator[None]:
-        """Record the buffers that the run changes, including buffers that a forward replaces by a new tensor."""
-        before = {path: buffer.clone() for path, buffer in self._buffers()}
-        yield
-        self.state = {
-            path: buffer.clone()
-            for path, buffer in self._buffers()
-            if path in before and not buffer.equal(before[path])
-        }
+            yield stack.enter_context(_Quiet(deadline_s)).seen
+            self.state = {path: buffer.clone() for path, buffer in self._buffers()}
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         for path, module in self.modules:

@@ -24,8 +24,8 @@ import torch
 
 from autosplit.errors import WorkloadError, warn_user
 from autosplit.parallel.batch_counts import Count
-from autosplit.parallel.loss_graph import LabelMean, UnevenLossWarning, label_means
-from autosplit.parallel.loss_weights import IGNORED_LABEL
+from autosplit.parallel.loss_weights import IGNORED_LABEL, UnevenLossWarning
+from autosplit.probe.label_counts import CrossEntropies, LabelMean, label_means
 from autosplit.text import printable
 from autosplit.workload.samples import batch_size_of
 from autosplit.workload.tree import children_of, leaves_of, map_tensors
@@ -178,7 +178,9 @@ def _examined(loss_of: Callable[[Any], Any], samples: Samples, otherwise: str) -
     if number < 2:
         raise _UnexaminedError("there is only one sample")
     everything = samples.batch_of(range(number))
-    whole, cross_entropies = _run_with_graph(loss_of, everything)
+    with torch.no_grad(), CrossEntropies() as recorded:
+        whole = float(loss_of(everything))
+    cross_entropies = [*label_means(recorded.seen, everything)]
     singles = [samples.batch_of([index]) for index in range(number)]
     with torch.no_grad():
         losses = [float(loss_of(single)) for single in singles]
@@ -207,13 +209,6 @@ def _examined(loss_of: Callable[[Any], Any], samples: Samples, otherwise: str) -
     return _best(errors, otherwise)
 
 
-def _run_with_graph(loss_of: Callable[[Any], Any], batch: Any) -> tuple[float, list[LabelMean]]:
-    with torch.enable_grad():
-        loss = loss_of(batch)
-    number = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-    return number, [*label_means(loss, batch)] if isinstance(loss, torch.Tensor) else []
-
-
 def _counts_of(singles: list[Any], everything: Any, cross_entropies: list[LabelMean]) -> dict[Any, list[float]]:
     labels = labels_of(everything)
     # A sequence of one label has no next label to predict.
@@ -239,7 +234,7 @@ def _best(errors: dict[Any, float], otherwise: str) -> Finding:
     """Return the rule that fits best.
 
     If several rules fit equally well, the samples do not distinguish them. The rule of a cross entropy comes first if
-    its graph has class weights or ignored labels, even if none of the samples has them.
+    it has class weights or ignored labels, even if none of the samples has them.
     """
     if errors[SUM] > TOLERANCE:
         del errors[SUM]  # Then a loss that fits no rule is compared with means only.

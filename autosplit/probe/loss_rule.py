@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor
 
-from autosplit.parallel.loss_graph import LabelMean
 from autosplit.parallel.loss_weights import IGNORED_LABEL, is_integer
 from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, relative
+from autosplit.probe.label_counts import LabelMean
 from autosplit.workload.tree import named_leaves
 
 
@@ -22,11 +21,11 @@ class Rule:
     Attributes:
         over: The unit in words.
         reduction: The `loss_reduction` that makes accumulation exact. None if neither does.
-        count: A Python expression that counts the unit in a `batch`, for `plan.steps`. None if the unit is unknown.
+        count: A Python expression that counts the unit in a `batch`, for `plan.steps`. None for samples.
     """
 
     over: str
-    reduction: str | None = None
+    reduction: Literal["mean", "sum"] | None = None
     count: str | None = None
 
 
@@ -34,28 +33,28 @@ def rule_of(copy: QuietCopy, whole: Gradients, parts: Sequence[Gradients], toler
     """Find the unit that a loss averages over. Call it only if the workload's `loss_reduction` is known to be wrong.
 
     Returns:
-        The rule. None if no weights of the micro-batches are exact, so the loss depends on the whole batch.
+        The rule. None if the loss depends on the whole batch, or is a mean over a unit that is not in the batch.
     """
 
     def fits(first: float, second: float) -> bool:
         return relative(mixed(parts, (first, second)), whole)[GRADIENT] <= tolerance
 
-    total = sum(copy.shares)
     # A part without a gradient (all of its labels are ignored) would fit any weight.
     if all(bool(part[GRADIENT].any()) for part in parts):
-        if copy.workload.loss_reduction == "sum" and fits(*(size / total for size in copy.micro_sizes)):
+        if copy.workload.loss_reduction == "sum" and fits(*by_samples(copy)):
             return Rule("samples", reduction="mean")
         if copy.workload.loss_reduction == "mean" and fits(1.0, 1.0):
             return Rule("samples", reduction="sum")
     for over, expression, (first, second) in _countable(copy):
         if first + second > 0 and fits(first / (first + second), second / (first + second)):
             return Rule(over, count=expression)
-    columns = torch.stack([part[GRADIENT] for part in parts], 1)
-    if not columns.isfinite().all():
-        return None
-    weights = torch.linalg.lstsq(columns, whole[GRADIENT].unsqueeze(1)).solution.flatten().tolist()
-    is_mean = min(weights) > 0 and abs(sum(weights) - 1) <= 100 * tolerance
-    return Rule("something else") if is_mean and fits(*weights) else None
+    return None
+
+
+def by_samples(copy: QuietCopy) -> tuple[float, float]:
+    """Return the weights of the micro-batches if the loss is a mean over samples."""
+    first, second = copy.micro_sizes
+    return first / (first + second), second / (first + second)
 
 
 def mixed(parts: Sequence[Gradients], weights: tuple[float, float]) -> Gradients:
@@ -64,47 +63,16 @@ def mixed(parts: Sequence[Gradients], weights: tuple[float, float]) -> Gradients
     return {GRADIENT: (first * weights[0]).add_(second, alpha=weights[1])}
 
 
-def reduction_of(copy: QuietCopy, tolerance: float) -> Literal["samples", "tokens", "next tokens"] | None:
-    """Find the unit over which to average the losses that replicas compute, by ignoring some labels.
+def reduction_of(copy: QuietCopy) -> Literal["tokens", "next tokens"] | None:
+    """Return the labels over which to average the losses that replicas compute. None if no cross entropy uses them.
 
-    If all samples had the same number of labels, a mean over samples and one over tokens would be equal. But the next
-    batch may have other lengths.
-
-    Returns:
-        The unit that makes the gradient exact. None if none does, or if the batch has no labels to ignore.
+    The labels of the sample batch may all count. But those of the next batch may not.
     """
-    given = copy.batch
-    batch = _with_fewer_labels(given) if copy.workload.batch_dim == 0 else None
-    if batch is None:
-        return None
-    try:
-        copy.batch = batch
-        whole = copy.whole()
-        for reduce in ("samples", "tokens", "next tokens"):
-            if max(relative(copy.split(reduce), whole).values()) <= tolerance:
-                return reduce
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # noqa: BLE001  # the model may not accept the label -100, or labels by name
-        return None
-    finally:
-        copy.batch = given
+    places = [place for place, _ in named_leaves(copy.batch, "")]
+    for mean in copy.label_means if copy.workload.batch_dim == 0 else ():
+        if mean.is_mean and not mean.is_special and places[mean.position] == "['labels']":
+            return "next tokens" if mean.is_shifted else "tokens"
     return None
-
-
-def _with_fewer_labels(batch: Any) -> dict[str, Any] | None:
-    """Return a batch that ignores half of the labels of the sample with the most labels, but not its first label."""
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not is_integer(labels) or labels.dim() == 0:
-        return None
-    labels = labels.clone()
-    counts = (labels != IGNORED_LABEL).flatten(1).sum(1) if labels.dim() > 1 else labels != IGNORED_LABEL
-    fullest = labels[int(counts.int().argmax())]
-    if labels.dim() > 1 and len(fullest) > 2:
-        fullest[1 : 1 + len(fullest) // 2] = IGNORED_LABEL
-    else:
-        fullest.fill_(IGNORED_LABEL)
-    return {**batch, "labels": labels}
 
 
 def _countable(copy: QuietCopy) -> Iterator[tuple[str, str, tuple[float, float]]]:
@@ -145,10 +113,8 @@ def unseen_rule(copy: QuietCopy) -> Rule | None:
 
     The micro-batches of the sample batch may have equal counts by chance. Other batches have other labels.
     """
-    if copy.workload.loss_reduction != "mean":
-        return None
-    special = [mean for mean in copy.label_means if mean.is_special]
-    if not special:
+    special = [mean for mean in copy.label_means if mean.is_special and mean.is_mean]
+    if copy.workload.loss_reduction != "mean" or not special:
         return None
     mean = max(special, key=lambda mean: (mean.position, not mean.is_shifted))  # labels follow inputs
     return Rule(str(mean), count=_expression(copy, mean))

@@ -15,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autosplit.devices.transfer import HOST
 from autosplit.errors import WorkloadError
 from autosplit.parallel.balanced import BalancedDataParallel
-from autosplit.parallel.side_outputs import examine_no_more
 from autosplit.runtime.fake_copy import zero_gradient
 from autosplit.runtime.memory_tracker import Left, Tracker
 from autosplit.runtime.protocol import StepShape
@@ -35,7 +34,6 @@ def wrapper_for(
     """Return a function that wraps a model so that its batch is split over devices. A single device gets all parts."""
 
     def wrapped(module: nn.Module) -> BalancedDataParallel:
-        examine_no_more(module)
         return BalancedDataParallel(
             None,
             module,

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from autosplit.accelerators import accelerator_in_use
+from autosplit.autograd_graph import graph_nodes
 from autosplit.errors import advise, warn_user
 from autosplit.notes import Note
 from autosplit.oom import is_oom, scarcity
 from autosplit.parallel.batch_counts import Count, counted
-from autosplit.parallel.loss_graph import graph_nodes
 from autosplit.parallel.parts import OnOom, Part, check_on_oom
 from autosplit.rng import RngState
 from autosplit.workload.batch import chunk

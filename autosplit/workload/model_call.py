@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from autosplit.autograd_graph import graph_leaves
 from autosplit.devices.transfer import HOST, active_placement
 from autosplit.errors import WorkloadError, advise
 from autosplit.notes import Note
@@ -291,7 +292,7 @@ class OutsideParameters:
         live = modules_of(workload)  # autosplit trains a copy, and a penalty may use the caller's own model
         known = {id(tensor) for module in (*modules, *live) for tensor in (*module.parameters(), *module.buffers())}
         known.update(map(id, tensors_of(batch)))
-        outside = [leaf for leaf in _leaves_of(loss) if id(leaf) not in known]
+        outside = [leaf for leaf in graph_leaves(loss) if id(leaf) not in known]
         earlier = [ref() for ref, _ in self._before]
         found = [leaf for leaf in outside if isinstance(leaf, nn.Parameter) or any(leaf is one for one in earlier)]
         if not found:
@@ -306,15 +307,3 @@ class OutsideParameters:
             "trained, call requires_grad_(False) on it.",
             code="loss-trains-outside",
         )
-
-
-def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    nodes, seen = [loss.grad_fn], set()
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            yield node.variable
-        nodes.extend(following for following, _ in node.next_functions)

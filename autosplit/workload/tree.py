@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Generic, TypeVar
@@ -105,12 +104,6 @@ def named_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 def leaves_of(tree: Any) -> Iterator[Any]:
     """Yield the leaves of a tree in order. A `Whole` is a leaf."""
     return (leaf for _, leaf in named_leaves(tree, ""))
-
-
-def marked(tree: Any, positions: set[int]) -> Any:
-    """Mark leaves as `Whole`, by their positions among all leaves."""
-    count = itertools.count()
-    return map_leaves(lambda leaf: Whole(leaf) if next(count) in positions else leaf, tree)
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autosplit import ddp
 from autosplit.errors import InputError
-from autosplit.parallel.loss_graph import UnevenLossWarning
+from autosplit.parallel.loss_weights import UnevenLossWarning
+from autosplit.probe.check_result import Check
 
 EXACT = 1e-12
 NUM_SAMPLES = 40
@@ -132,7 +134,7 @@ def refused(effective: int, **options: Any) -> str:
 def logged() -> torch.Tensor:
     """If a loss is only reduced for logging, the training loss is still the rank's own mean."""
     with prepared(16, INPUTS, LABELS) as (ctx, model, optimizer, loader):
-        for step in ctx.steps(loader, loss_scope="sample"):
+        for step in ctx.steps(loader):
             for inputs, labels in step:
                 loss = F.cross_entropy(model(inputs), labels)
                 dist.all_reduce(loss.detach().clone())
@@ -143,7 +145,7 @@ def logged() -> torch.Tensor:
 
 
 class WithBuffers(nn.Module):
-    """DDP broadcasts the buffers in its forward: this is no collective of the loss."""
+    """DDP broadcasts the buffers in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,13 +169,12 @@ def with_buffers() -> torch.Tensor:
 
 
 def uncounted() -> list[str]:
-    """Return the warnings of a loop with class weights and without a count."""
+    """Return the warnings of a loop without a count, if the plan's check found one."""
+    check = Check("loss", 0.0, 0.4, depends=True, count="float(class_weights[batch[1][batch[1] != -100]].sum())")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with prepared(16, INPUTS, LABELS) as (ctx, model, _, loader):
-            for step in ctx.steps(loader):
-                for batch in step:
-                    step.backward(class_weighted(model, *batch))
+        with ddp.setup(replace(make_plan(SIZES, 16), checks=(check,))) as ctx:
+            ctx.steps(DataLoader(TensorDataset(INPUTS, LABELS), batch_sampler=ctx.batch_sampler(NUM_SAMPLES)))
     return [str(one.message) for one in caught if one.category is UnevenLossWarning]
 
 
@@ -269,7 +270,6 @@ class Estimate:
 SCENARIOS: dict[str, Callable[[], Any]] = {
     **{name: there for name, (there, _) in LOOPS.items()},
     "foreign": foreign_loader,
-    "undeclared": partial(refused, 8),
     "not counted": partial(refused, 16, loss_scope="ranks"),
     "no samples": partial(refused, 17, loss_scope="ranks", count=lambda batch: int(batch[1].sum())),
     "noise scale": partial(refused, 8, loss_scope="ranks", noise_scale=Estimate()),
@@ -301,7 +301,6 @@ def test_a_loader_of_another_kind_has_its_counts_over_the_ranks(ranks):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("undeclared", "The ranks ran a collective before the backward of a micro-batch's loss"),
         ("not counted", "loss_scope is 'ranks', and a step has 2 micro-batches"),
         ("no samples", "a rank has no samples in a micro-batch"),
         ("noise scale", "loss_scope is 'ranks' and noise_scale:"),
@@ -317,8 +316,7 @@ def test_a_loss_over_the_ranks_is_refused_on_every_rank(ranks, name, says):
 def test_class_weights_without_a_count_are_warned_of_once(ranks):
     for found in found_by(ranks, "uncounted"):
         (said,) = found
-        assert "a cross entropy with class weights" in said
-        assert "count=lambda batch: float(class_weights[labels].sum())" in said
+        assert "Pass count=lambda batch: float(class_weights[batch[1][batch[1] != -100]].sum()) to steps()" in said
 
 
 @pytest.mark.parametrize("count", [math.nan, math.inf, -0.5, True, "3", None, torch.ones(2), torch.tensor(True)])

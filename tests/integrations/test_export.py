@@ -251,10 +251,10 @@ def test_a_sum_is_averaged():
 
 
 def test_batch_norms_see_a_rank():
-    plan = replace(even_plan(), checks=(NORM, replace(NORM, subject="BatchNorm2d at features.4")))
+    plan = replace(even_plan(), checks=(NORM, replace(NORM, subject="BatchNorm1d at head")))
     (note,) = plan.export("lightning").notes
     assert note.startswith(
-        "BatchNorm2d at features.1 (and 1 more) normalizes over the 50 samples of one rank's forward, or"
+        "BatchNorm2d at features.1 and BatchNorm1d at head normalizes over the 50 samples of one rank's forward, or"
     )
     assert "sync_batchnorm" not in plan.export("accelerate").notes[0]
 

@@ -35,7 +35,6 @@ from autosplit.integrations.accelerate import (
     UnevenLossWarning,
     set_arguments,
 )
-from autosplit.integrations.own_loss import doubt_sum
 from autosplit.integrations.process_share import share_of
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.probe.check_result import Check
@@ -765,11 +764,17 @@ class TestWhatTheLossIsOver:
         plan = replace(shared.shares_plan((8,), 20), checks=(found,))
         with pytest.warns(UnevenLossWarning) as told:
             two_steps(make_accelerator(plan=plan), added)
-        before, within = (str(one.message) for one in told)
-        assert "not a mean over samples (it is a sum over the samples)" in before.lower()
-        assert "The loss ends in a sum" in within
+        (said,) = (str(one.message) for one in told)
+        assert "not a mean over samples (it is a sum over the samples)" in said.lower()
         two_steps(make_accelerator(plan=plan, count=len), added)
         two_steps(make_accelerator(plan=replace(plan, loss_reduction="sum")), added)
+
+    def test_a_loss_that_nothing_has_examined_is_doubted(self):
+        plan = shared.shares_plan((8,), 20)
+        with pytest.warns(UnevenLossWarning, match="the model did not compute it, and the plan has no gradient check"):
+            two_steps(make_accelerator(plan=replace(plan, checks=())), added)
+        checked = replace(plan, checks=(Check("gradient", 0.0, 0.0, depends=False),))
+        two_steps(make_accelerator(plan=checked), added)  # a warning would be an error here
 
     @pytest.mark.parametrize("count", [None, shared.count_tokens])
     def test_a_loop_that_weights_its_losses_itself_is_refused(self, count):
@@ -842,17 +847,6 @@ class TestRefusals:
         loader = accelerator.shares_of(DataLoader(TEXTS, collate_fn=COLLATE["bert"]))
         with raises(InputError, "skipped-batches", str(batches)):
             accelerator.skip_first_batches(loader, batches)
-
-
-def test_a_loss_that_is_a_sum_is_doubted():
-    """accelerate does not know the loss. A script's own sum was weighted as a mean and depended on the split."""
-    outputs, targets = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
-    entropy = torch.nn.functional.cross_entropy
-    for loss in (outputs.sum(), entropy(outputs, targets, reduction="sum")):
-        with pytest.warns(UnevenLossWarning, match=r"The loss ends in a sum .*tune with loss_reduction='sum'"):
-            doubt_sum(loss)
-    for loss in (outputs.mean(), entropy(outputs, targets), outputs.sum() / 4):  # a warning would be an error here
-        doubt_sum(loss)
 
 
 @pytest.mark.gpu

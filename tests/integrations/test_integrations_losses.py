@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autosplit.errors import InputError
-from autosplit.parallel.loss_graph import UnevenLossWarning
+from autosplit.parallel.loss_weights import UnevenLossWarning
 
 EXACT = 1e-12
 pytestmark = pytest.mark.slow
@@ -206,12 +206,8 @@ EXACT_RUNS: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
 
 REFUSED_RUNS: dict[str, tuple[Callable[..., Any], str, dict[str, Any], str]] = {
     "accelerate, class weights": (by_accelerate, "class weights", {}, "float(class_weights[labels].sum())"),
-    "accelerate, outside": (by_accelerate, "class weights", {"loss": outside}, "a cross entropy with class weights"),
     "accelerate, vision": (by_accelerate, "vision", {}, 'int((batch["labels"][:, 1:] != -100).sum())'),
-    "accelerate, boxes": (by_accelerate, "boxes", {"count": boxes}, "Pass loss_scope='ranks' to the Accelerator"),
-    "trainer, boxes": (by_transformers, "boxes", {"count": boxes}, "Pass loss_scope='ranks' to the Trainer"),
     "trainer, uncounted": (by_transformers, "boxes", {"loss_scope": "ranks"}, "a step has 2 micro-batches"),
-    "lightning, boxes": (by_lightning, "boxes", {"count": boxes}, "Pass loss_scope='ranks' to Shares"),
 }
 
 WARNED_RUNS = {
@@ -219,7 +215,7 @@ WARNED_RUNS = {
     "accelerate": (by_accelerate, "Pass count= to the Accelerator"),
     "lightning": (by_lightning, "Pass count= to Shares"),
 }
-"""Runs with sample weights and without a count. No graph shows these weights."""
+"""Runs with sample weights and without a count. No argument of a cross entropy shows these weights."""
 
 
 def refused(tool: Callable[..., Any], name: str, options: dict[str, Any]) -> str:

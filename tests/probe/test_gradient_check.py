@@ -1,11 +1,10 @@
-"""The gradient check finds and names every cause. Its figures and advice are right, and it leaves nothing behind."""
+"""The gradient check gives the right verdict on each loss. Its figures are right, and it leaves nothing behind."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-import re
 import sys
 import time
 from dataclasses import replace
@@ -312,16 +311,6 @@ def test_a_loss_inside_the_model_is_combined_by_what_it_averages_over():
     assert only_gradient(check(whole_labels)).reduce == "tokens"
 
 
-def test_a_model_that_takes_no_label_of_minus_100_is_combined_by_samples():
-    class Embeds(WithOwnLoss):
-        def forward(self, input_ids, labels):
-            return super().forward(input_ids, F.embedding(labels, torch.arange(20).unsqueeze(1)).squeeze(-1))
-
-    inputs, targets = padded(-100)
-    found = check(Workload(Embeds(), {"input_ids": inputs, "labels": targets.clamp(min=0)}))
-    assert only_gradient(found).reduce is None
-
-
 def test_the_head_of_a_transformers_model():
     transformers = pytest.importorskip("transformers")
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 32}
@@ -385,14 +374,14 @@ def auxiliary_loss(model, batch):
 
 
 @pytest.mark.parametrize("keeps", ["the attribute kept of Auxiliary", "a forward hook on first"])
-def test_a_loss_from_beside_the_outputs_is_named(keeps):
+def test_a_loss_from_beside_the_outputs_depends_on_the_batch(keeps):
     """The old advice was to count labels other than -100."""
     batch = (torch.randn(8, 4), torch.randint(3, (8,)))
     loss = by_subject(check(Workload(Auxiliary(keeps), batch, compute_loss=auxiliary_loss)))["loss"]
     HOOKED.clear()
     assert loss.split_error > 1e-3
     assert loss.accumulation_error < 1e-12
-    assert f"The loss may use a tensor that {keeps} keeps. Each device overwrites it" in loss.advice
+    assert "Let the model return its outputs" in loss.advice
     assert "-100" not in loss.advice
 
 
@@ -429,13 +418,14 @@ def test_weights_of_samples_are_added_up_as_real_numbers():
     assert "a mean over the weights in batch[1][1]" in loss.advice
 
 
-def test_a_mean_over_what_nobody_knows_is_told_by_its_ratio():
+def test_a_mean_over_an_unknown_unit_may_be_counted_by_the_user():
     def weighted(outputs, targets):
         weights = torch.tensor([1.0, 5.0, 2.0], dtype=outputs.dtype)[targets]
         return (F.cross_entropy(outputs, targets, reduction="none") * weights).sum() / weights.sum()
 
     loss = by_subject(check(classified(nn.Linear(4, 3), loss_fn=weighted)))["loss"]
-    assert "a mean, but not over samples" in loss.advice
+    assert loss.count is None
+    assert "if the loss is a mean over something else than samples, pass count= to plan.steps" in loss.advice
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -462,7 +452,6 @@ def test_similarities_to_all_samples_are_a_matter_of_the_loss():
 
     found = check(Workload(WithCriterion(), (torch.randn(16, 8), torch.randn(16, 16))))
     assert 'loss_scope="batch"' in advice_on(found, "loss")
-    assert "keeps state" not in advice_on(found, "loss")
 
 
 def test_a_declared_loss_over_the_whole_batch_is_not_accumulated():
@@ -516,19 +505,20 @@ def test_a_part_whose_mean_is_not_a_number():
         "loss"
     ]
     assert loss.accumulation_error is None
-    assert "all its labels are ignored" in loss.advice
+    assert "pass count= to plan.steps" in loss.advice
     assert Plan.from_json(make_plan(checks=(loss,)).to_json()).checks == (loss,)
 
 
 # ---------------------------------------------------------------------------------------------------------- models
 
 
-def test_each_batchnorm_is_named_with_its_figures():
+def test_each_batchnorm_is_named_with_the_gradients_figures():
     workload = cnn()
     workload.model.append(nn.Linear(10, 10)).append(nn.BatchNorm1d(10))
     found = check(workload)
     assert [one.subject for one in found] == ["gradient", "BatchNorm2d at 1", "BatchNorm1d at 7"]
     assert all(one.depends and one.split_error > 0.01 and one.accumulation_error > 0.01 for one in found)
+    assert len({one.split_error for one in found}) == 1
     assert "GroupNorm" in found[1].advice
 
 
@@ -539,23 +529,15 @@ def test_a_batchnorm_does_not_hide_what_else_depends():
     assert "loss_reduction='sum'" in found[2].advice
 
 
-def test_figures_of_a_batchnorm_are_those_of_its_own_output():
-    norm, x = nn.BatchNorm1d(4), torch.randn(9, 4)
-    found = check(Workload(norm, x, loss_fn=None, compute_loss=lambda model, batch: model(batch).square().mean()))
-    whole = nn.BatchNorm1d(4).double()(x.double()).detach()
-    cut = torch.cat([nn.BatchNorm1d(4).double()(part) for part in x.double().split((3, 6))]).detach()
-    assert by_subject(found)["BatchNorm1d"].split_error == pytest.approx(float((cut - whole).norm() / whole.norm()))
-
-
 @pytest.mark.parametrize("model", [Centred(), nn.Sequential(nn.Linear(4, 8), BatchSoftmax(), nn.Linear(8, 3))])
 def test_a_model_that_looks_at_neighbours_depends_on_the_batch(model):
     assert "depends on the whole batch: the loss or a layer" in advice_on(check(classified(model)), "loss")
 
 
-def test_state_that_a_forward_moves_is_named():
+def test_a_model_that_keeps_state_depends_on_the_batch():
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 8)), nn.Linear(8, 3))
     found = check(classified(model))
-    assert "keeps state from one forward to the next (0.weight_u" in advice_on(found, "loss")
+    assert "keeps state from one forward to the next" in advice_on(found, "loss")
     assert by_subject(found)["loss"].split_error < 1e-12
 
 
@@ -573,7 +555,6 @@ def test_a_little_noise_hides_nothing_larger():
             return self.layer(x + 1e-6 * torch.randn_like(x))
 
     found = check(classified(AlmostQuiet(), loss_fn=partial(F.cross_entropy, reduction="sum")))
-    assert "draws random numbers" in found[0].remark
     assert found[0].depends
     assert by_subject(found)["loss"].depends
 
@@ -602,47 +583,9 @@ class Placed(nn.Module):
         return self.head(self.embedding(tokens) + positions).squeeze(-1)
 
 
-class Prototyped(nn.Module):
-    """Compares samples with a table of prototypes, and uses the whole table."""
-
-    def __init__(self, reduce):
-        super().__init__()
-        self.layer, self.reduce = nn.Linear(4, 4), reduce
-
-    def forward(self, x, prototypes):
-        return self.reduce(self.layer(x) @ prototypes.T)
-
-
-TOKENS, ROWS = torch.randint(0, 9, (6, 6)), torch.randn(6, 4)
-TABLES = {
-    "fails": (Placed(), TOKENS, WorkloadError),
-    "fits nowhere": (Prototyped(lambda scores: scores), torch.randn(6, 4), WorkloadError),
-    "differs": (Prototyped(lambda scores: scores.logsumexp(-1)), torch.randn(6, 4), None),
-}
-
-
-@pytest.mark.parametrize("case", TABLES)
-def test_a_table_with_as_many_rows_as_the_batch_is_named(case):
-    """It was split like samples, and the resulting error named no cause."""
-    model, inputs, error = TABLES[case]
-    batch = {"inputs": (inputs, ROWS), "targets": torch.zeros(6)}
-
-    def loss_fn(outputs, targets):
-        return (outputs.flatten(1).mean(1) if outputs.dim() > 1 else outputs).sub(targets).square().mean()
-
-    said = r"sample_batch\[0\]\[1\] of shape \(6, 4\) holds no samples.*Pass autosplit.Whole\(tensor\)"
-    given = Workload(model, ((inputs, ROWS), batch["targets"]), loss_fn=loss_fn)
-    if error is not None:
-        with pytest.raises(error, match=said):
-            check(given)
-    else:
-        assert re.search(said, advice_on(check(given), "batch"))
-    only_gradient(check(Workload(model, ((inputs, Whole(ROWS)), batch["targets"]), loss_fn=loss_fn)))
-
-
 def test_what_is_cut_in_doubt_is_said_where_another_size_fails():
     """A square batch does not show which dimension holds the samples. torch's error gave no remedy."""
-    given = Workload(Placed(), (TOKENS, torch.randn(6, 4)), loss_fn=None)
+    given = Workload(Placed(), (torch.randint(0, 9, (6, 6)), torch.randn(6, 4)), loss_fn=None)
     with pytest.raises(UserCodeError, match=r"sample_batch\[1\] of shape \(6, 4\).*as autosplit.Whole\(tensor\)"):
         autosplit.tune(given, devices="sim:1xRTX3090", profile="off", n_trials=1, max_batch_size=64)
 
@@ -889,7 +832,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("make", [net, Uncopyable])
 @pytest.mark.parametrize("failing", [None, ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("call", [1, 2, 4, 7, 10])
+@pytest.mark.parametrize("call", [1, 2, 4, 7])
 def test_the_live_model_is_as_it_was(make, failing, call):
     model = make()
     calls = []
@@ -982,17 +925,12 @@ def test_a_check_reads_as_one_line():
     assert error_text(0.1) == "10 % off"
 
 
-def test_a_plans_report_says_first_what_depends_and_many_norms_at_once():
+def test_a_plans_report_has_the_changes_first_and_one_line_for_many_norms():
     model = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))), nn.Flatten())
     found = check(Workload(model, (torch.randn(6, 3, 2, 2), torch.randn(6, 12)), loss_fn=F.mse_loss))
-    assert len(found) == 6
+    assert [one.subject for one in found] == ["gradient", "BatchNorm2d at 1, 3, 5 and 2 more"]
     quiet_one = Check("gradient of something", 1e-16, None, depends=False)
-    lines = check_report.check_lines([quiet_one, *found])
-    assert lines[0] == str(found[0])
-    assert lines[1].startswith("BatchNorm2d at 1 and 4 others up to BatchNorm2d at 9 change")
-    assert lines[1].endswith(found[1].advice)
-    assert lines[2:] == [str(quiet_one)]
-    assert check_report.check_lines(found[:3]) == [str(one) for one in found[:3]]
+    assert check_report.check_lines([quiet_one, *found]) == [*map(str, found), str(quiet_one)]
 
 
 @pytest.fixture
