@@ -23,14 +23,13 @@ from autosplit.probe.check_result import changed
 from autosplit.probe.gradient_check import NOT_FINITE
 from autosplit.probe.request import Request, checked_request
 from autosplit.profiles.key import ProfileKey, machine_of
-from autosplit.profiles.tuning_lock import WaitingWarning
 from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.padded_length import checked_lengths
 from autosplit.tuning.keywords import suggests_keywords
 from autosplit.tuning.lone_session import TIMES_DISAGREE, LoneSession
 from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward, part_of
-from autosplit.tuning.recall import Recalled, kept, nothing_run, recalled_in_turn, tried_again, turn_for
+from autosplit.tuning.recall import Recalled, kept, log_newest, nothing_run, recalled, tried_again
 from autosplit.tuning.session import Session
 from autosplit.tuning.worker import Variant, Worker, Workers, agreed, alone, drive
 from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
@@ -153,8 +152,7 @@ def tune(
             on GPUs.
         n_trials: Largest number of trials of the search.
         time_limit_s: Time in seconds after which no further trial begins. At least one trial is run. After this time,
-            fewer sizes are measured for it. Waiting for another process does not count. With `isolate`, a step that
-            hangs is also ended.
+            fewer sizes are measured for it. With `isolate`, a step that hangs is also ended.
         storage: An Optuna storage URL that stores the study. Trials that are enqueued in it (`gpu0_bsz`, `batch_size`,
             `accumulation_steps`; missing values are drawn) are run first. The storage is not used if a stored plan is
             returned.
@@ -169,9 +167,7 @@ def tune(
         profile: ``"auto"`` returns a stored plan for this kind of machine and this workload, and stores a new plan.
             ``"refresh"`` tunes again. ``"off"`` neither reads nor stores plans. On other GPUs of the same kind, or with
             another driver, one step confirms a stored plan. If less memory is free than the plan needs, the plan is
-            solved again from its fits. If another process tunes the same workload, `tune` waits up to 30 minutes for
-            that plan, and then tunes itself. With a time limit, it waits up to twice that time, but at least a minute.
-            ``"off"`` never waits.
+            solved again from its fits.
         name: Name that distinguishes plans of equal workloads: up to 64 characters on one line.
         seed: Random seed of the search.
         lengths: Length of each sample of the dataset, if they differ: a list, an array or a tensor. The sample batch
@@ -202,7 +198,6 @@ def tune(
         AssumedLossWarning: No loss was given, and the model's outputs contain none.
         DoubtfulTimesWarning: The plan's times contradict each other. A stored plan warns, too.
         NotFiniteWarning: The loss of the sample batch, or its gradient, is NaN or infinite.
-        WaitingWarning: Another process tunes the same workload, and there is no `progress` to report it to.
     """
     request = checked_request(
         devices=devices_of_process(devices, strategy),
@@ -229,7 +224,7 @@ def tune(
         return workload_source(model_or_workload, sample_batch, {**described, **chosen})
 
     with worker_for(request, source_of, isolate=isolate) as worker, heard_by(progress) as heard:
-        options = worker.job.request, onward(heard or quiet), layers, heard
+        options = worker.job.request, onward(heard or quiet), layers
         plan = drive(worker, lambda workers: _tuned_variants(_Tuning(workers, *options), precisions, numbers))
     return _warned(plan)
 
@@ -262,13 +257,6 @@ class _Tuning:
     request: Request
     progress: Callable[[Progress], None]
     checkpointings: Sequence[Checkpointing | None]
-    heard: Callable[[Progress], None] | None = None
-
-    def tell_waiting(self, message: str) -> None:
-        """Report a wait, which may take minutes, to the user's progress function or as a warning."""
-        if self.heard is None:
-            warn_user(f"{message}. profile='off' does not wait.", WaitingWarning)
-        self.progress(Progress("waiting", message, 0.0))
 
 
 def devices_of_process(devices: Any, strategy: str) -> Any:
@@ -430,24 +418,23 @@ def _tuned(tuning: _Tuning, number: int) -> Plan:
     tuning.progress(Progress("building", "building the model", 0.0))
     workers.ask(Worker.build, number)
     key = ProfileKey(workers.job.machine, agreed(workers.ask(Worker.description)), request.facts())
-    with turn_for(key, request, tuning.tell_waiting) as turn:
-        found = recalled_in_turn(key, request, turn, workers)
-        _log.info(
-            "profile %s: %s",
-            key.digest,
-            "remembered" if found.plan else "; ".join(map(str, found.notes)) or "not there",
-        )
-        # This note belongs to the run, not to the plan. The same stored plan may be returned for an explicit "cpu".
-        defaulted = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
-        if found.holds:
-            return found.told(nothing_run(found, request), *found.wait_notes, *defaulted)
-        tuning.progress(Progress("tracing", "tracing the model", fraction_of("tracing")))
-        request, notes = workers.trace(request, key)
-        if found.plan is not None:
-            plan, found = tried_again(key, request, found, workers)
-            if plan is not None:
-                return with_notes(plan, last=[*defaulted, *workers.losses()])
-        return _tuned_anew(tuning, request, key, found, notes, defaulted)
+    found = recalled(key, request, measured=workers.job.several)
+    _log.info(
+        "profile %s: %s",
+        key.digest,
+        "remembered" if found.plan else "; ".join(map(str, found.notes)) or "not there",
+    )
+    # This note belongs to the run, not to the plan. The same stored plan may be returned for an explicit "cpu".
+    defaulted = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
+    if found.holds:
+        return found.told(nothing_run(found, request), *defaulted)
+    tuning.progress(Progress("tracing", "tracing the model", fraction_of("tracing")))
+    request, notes = workers.trace(request, key)
+    if found.plan is not None:
+        plan, found = tried_again(key, request, found, workers)
+        if plan is not None:
+            return with_notes(plan, last=[*defaulted, *workers.losses()])
+    return _tuned_anew(tuning, request, key, found, notes, defaulted)
 
 
 def _tuned_anew(
@@ -460,14 +447,11 @@ def _tuned_anew(
 ) -> Plan:
     workers = tuning.workers
     if request.profile == "auto" and not found.notes:
-        from autosplit.profiles.differences import log_differences
-
-        log_differences(key)
+        log_newest(key)
     session = session_of(workers)(workers, request, key, tuning.progress, notes)
     plan = replace(session.plan(), checkpointed=workers.own.followed.checkpointed)
     plan = with_notes(plan, last=workers.losses())
-    said = (*found.wait_notes, *found.notes)
-    plan = kept(plan, key, found, workers, said=said, always=defaulted)
+    plan = kept(plan, key, found, workers, always=defaulted)
     if not plan.complete:
         raise TuningInterrupted(plan)
     return plan
