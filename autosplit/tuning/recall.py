@@ -106,10 +106,9 @@ def log_newest(key: ProfileKey) -> None:
             _log.info("no profile matches. The newest, %s, differs in %s", path.stem[: profiles.KEY_DIGITS], text[:400])
 
 
-def nothing_run(found: Recalled, request: Request) -> Note:
+def nothing_run(found: Recalled) -> Note:
     """Return the note of a plan that comes from a profile."""
-    unused = "" if request.storage is None else ", and the storage was not opened"
-    return Note("from-profile", f"{found.origin}. autosplit ran no step{unused}. {REFRESH_HINT}")
+    return Note("from-profile", f"{found.origin}. autosplit ran no step. {REFRESH_HINT}")
 
 
 def kept(
