@@ -102,8 +102,9 @@ class CheckpointMethods:
         together = partial(_together, path, self.rank, _LOADED)
         found = together(lambda: read_file(Path(path), only_model=set(parts) == {MODEL}))
         fits = together(lambda: _fitting(parts, found))
-        digests = told_by_all({name: digest_of(state) for name, state in fits.items()} if self.world_size > 1 else {})
-        together(lambda: _require_equal(digests))
+        if self.world_size > 1:
+            digests = told_by_all(together(lambda: {name: digest_of(state) for name, state in fits.items()}))
+            together(lambda: _require_equal(digests))
         states = together(lambda: {name: placed(parts[name], fits[name], _own_part) for name in fits})
         _load_together(together, parts, states)
         # Copy, because `found` is a map of the file, which the caller may overwrite.

@@ -214,8 +214,9 @@ def digest_of(state: Any) -> str:
     """Return a digest of the values in a state, which does not depend on the file format."""
 
     def summary(_: object, value: Tensor) -> str:
-        dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
-        content = b"" if value.is_meta else dense.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-        return f"{value.dtype} {tuple(value.shape)} {zlib.crc32(content)}"
+        dense = value.detach() if value.is_nested or value.layout == torch.strided else value.detach().to_dense()
+        pieces = () if value.is_meta else dense.unbind() if value.is_nested else (dense.resolve_conj(),)
+        flat = [piece.cpu().contiguous().view(-1).view(torch.uint8).numpy().data for piece in pieces]
+        return f"{value.dtype} {'' if value.is_nested else tuple(value.shape)} {[zlib.crc32(one) for one in flat]}"
 
     return hashlib.sha256(repr(with_tensors(state, summary)).encode()).hexdigest()

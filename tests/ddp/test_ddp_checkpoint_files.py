@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, save
 
 from autosplit import ddp
+from autosplit.ddp.checkpoint_state import digest_of
 from autosplit.errors import CheckpointError
 
 
@@ -206,6 +207,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from ddp_jobs import make_model, make_plan
 from autosplit import ddp
+from autosplit.ddp.checkpoint_state import digest_of
 
 def killed(*arguments):
     if isinstance(arguments[0], dict):
@@ -252,6 +254,23 @@ def test_a_folder_of_version_0_2_loads(ctx, tmp_path):
     assert torch.equal(weights(loaded), weights(model))
     assert rest["step"] == 3
     assert torch.equal(rest["ema"][0], torch.arange(3.0))
+
+
+KINDS_OF_TENSORS: dict[str, Callable[[float], torch.Tensor]] = {
+    **{str(kind): lambda x, kind=kind: torch.full((2,), x, dtype=kind) for kind in (torch.bfloat16, torch.complex64)},
+    "scalar": torch.tensor,
+    "sparse": lambda x: torch.full((2, 2), x).to_sparse(),
+    "conjugated": lambda x: torch.full((2,), complex(x, 1)).conj(),
+    "nested": lambda x: torch.nested.nested_tensor([torch.full((1,), x), torch.ones(2)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", KINDS_OF_TENSORS)
+def test_ranks_compare_values_of_any_kind(name):
+    one, same, other = (digest_of({"a": KINDS_OF_TENSORS[name](x)}) for x in (1.0, 1.0, 2.0))
+    assert one == same
+    assert one != other
 
 
 class TestLeftovers:
