@@ -134,7 +134,7 @@ def tune_best(
             timed = replace(request, deadline=request.deadline.part(len(names) - number))
             told = tell if len(names) == 1 else part_of(tell, number, len(names), name)
             try:
-                plans[name] = tuned(timed, partial(_source, sources[number]), told, heard=heard, isolate=isolate)
+                plans[name] = tuned(timed, partial(_source, sources[number]), told, isolate=isolate)
             except TuningInterrupted as interrupted:
                 raise _interrupted(plans, name, interrupted.plan) from None
             except DoesNotFitError as misfit:  # other variants may fit

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,7 +42,6 @@ from autosplit.plan.record import DdpOptions
 from autosplit.probe.request import checked_request
 from autosplit.profiles import store as profiles
 from autosplit.profiles.key import ProfileKey, machine_of, workload_of
-from autosplit.profiles.tuning_lock import Turn
 from autosplit.profiles.validity import usable_here
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.model_copy import training_copy
@@ -301,34 +299,6 @@ def on_processors_of_their_own() -> str:
         return tune(workload(), "cpu", profile="off", n_trials=1, max_batch_size=64).to_json()
 
 
-def waiting_for_another() -> dict[str, Any]:
-    """Tune while another process tunes the same workload. Rank 0 waits, and so do the other ranks."""
-    real, heard = profiles.turn_path, []
-    path = Path(os.environ["AUTOSPLIT_CACHE_DIR"]) / "held.lock"
-    begun, failed, others = threading.Event(), threading.Event(), []
-
-    def hold() -> None:
-        with Turn(path, limit_s=9.0, tell=others.append) as turn:
-            turn.wait()
-            begun.set()
-            while "waiting" not in heard and not failed.is_set():
-                time.sleep(0.01)
-
-    profiles.turn_path = lambda _key: path
-    holder = threading.Thread(target=hold)
-    if rank_here() == 0:
-        holder.start()
-        begun.wait()
-    try:
-        plan = tune(workload(), n_trials=1, name="waits", progress=lambda told: heard.append(told.stage))
-    finally:
-        profiles.turn_path = real
-        failed.set()
-    if rank_here() == 0:
-        holder.join()
-    return {"plan": plan.to_json(), "waited": "waiting" in heard}
-
-
 def with_less_memory() -> dict[str, Any]:
     """Tune, then tune again with less free memory on both."""
     model, options = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 1)), {"name": "short", "n_trials": 1}
@@ -367,7 +337,6 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "plain": on_processors_of_their_own,
     "unused": lambda: tune(workload(Net(unused=True)), profile="off", n_trials=1).to_json(),
     "without memory in a timed step": without_memory_in_a_timed_step,
-    "waits": waiting_for_another,
     "less memory": with_less_memory,
 }
 
@@ -432,12 +401,6 @@ class TestTwoRanks:
         assert plan.ddp.measured
         assert [device.label for device in plan.devices] == ["cpu", "cpu"]
         assert plan.machine["ranks_per_machine"] == [1, 1]
-
-    def test_wait_for_another_that_tunes_the_same(self, ranks: Any) -> None:
-        one, other = found_by(ranks, "waits")
-        assert one["plan"] == other["plan"]
-        assert (one["waited"], other["waited"]) == (True, False)
-        assert Plan.from_json(one["plan"], source="a scenario").notes[0].kind == "waited"
 
     def test_solve_a_plan_again_where_memory_is_short(self, ranks: Any) -> None:
         one, other = found_by(ranks, "less memory")
