@@ -54,7 +54,6 @@ from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import RankStepTime, StepTime, TimeCurve
 from autosplit.solve.trial import Trial
 from autosplit.tuning import rank_group as jobs
-from autosplit.tuning import rank_steps
 from autosplit.tuning.peers import Failure, Interrupts, Peers
 from autosplit.tuning.rank_steps import RankSteps
 from autosplit.tuning.tune import TuningInterrupted
