@@ -10,12 +10,6 @@ if TYPE_CHECKING:
     from autosplit.devices.spec import list_devices as list_devices
     from autosplit.devices.spec import parse_devices as parse_devices
     from autosplit.errors import AutosplitError as AutosplitError
-    from autosplit.extras.compare import compare as compare
-    from autosplit.extras.from_name import workload_from_name as workload_from_name
-    from autosplit.extras.loader_bound import fit_to_loader as fit_to_loader
-    from autosplit.extras.loader_speed import measure_loader as measure_loader
-    from autosplit.extras.noise_scale import NoiseScale as NoiseScale
-    from autosplit.extras.tune_sharded import tune_sharded as tune_sharded
     from autosplit.oom import OutOfMemoryError as OutOfMemoryError
     from autosplit.parallel.balanced import BalancedDataParallel as BalancedDataParallel
     from autosplit.parallel.balanced import data_parallel as data_parallel
@@ -24,6 +18,14 @@ if TYPE_CHECKING:
     from autosplit.plan.plan import Plan as Plan
     from autosplit.probe.find_ceiling import find_ceiling as find_ceiling
     from autosplit.probe.gradient_check import check as check
+    from autosplit.sim.compare import compare as compare
+    from autosplit.sim.from_name import workload_from_name as workload_from_name
+    from autosplit.tools.loader_bound import fit_to_loader as fit_to_loader
+    from autosplit.tools.loader_speed import measure_loader as measure_loader
+    from autosplit.tools.noise_scale import NoiseScale as NoiseScale
+    from autosplit.tools.tune_best import tune_best as tune_best
+    from autosplit.tools.tune_lengths import tune_lengths as tune_lengths
+    from autosplit.tools.tune_sharded import tune_sharded as tune_sharded
     from autosplit.tuning.measure import measure as measure
     from autosplit.tuning.tune import tune as tune
     from autosplit.workload.tree import Whole as Whole
@@ -35,25 +37,27 @@ if TYPE_CHECKING:
 _HOMES = {
     "AutosplitError": "errors",
     "BalancedDataParallel": "parallel.balanced",
-    "NoiseScale": "extras.noise_scale",
+    "NoiseScale": "tools.noise_scale",
     "OutOfMemoryError": "oom",
     "Plan": "plan.plan",
     "Whole": "workload.tree",
     "Workload": "workload.workload",
     "check": "probe.gradient_check",
-    "compare": "extras.compare",
+    "compare": "sim.compare",
     "data_parallel": "parallel.balanced",
     "find_ceiling": "probe.find_ceiling",
-    "fit_to_loader": "extras.loader_bound",
+    "fit_to_loader": "tools.loader_bound",
     "list_devices": "devices.spec",
     "matching_state_dict": "parallel.state_dict",
     "measure": "tuning.measure",
-    "measure_loader": "extras.loader_speed",
+    "measure_loader": "tools.loader_speed",
     "parse_devices": "devices.spec",
     "to_device": "parallel.moved_batch",
     "tune": "tuning.tune",
-    "tune_sharded": "extras.tune_sharded",
-    "workload_from_name": "extras.from_name",
+    "tune_best": "tools.tune_best",
+    "tune_lengths": "tools.tune_lengths",
+    "tune_sharded": "tools.tune_sharded",
+    "workload_from_name": "sim.from_name",
 }
 
 __all__ = ["__version__", "ddp", *_HOMES]

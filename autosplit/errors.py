@@ -68,6 +68,10 @@ class CheckpointError(InputError):
     """A checkpoint can't be written, is truncated, or belongs to another model."""
 
 
+class SlowRankWarning(UserWarning):
+    """The other ranks wait for one rank in every optimizer step."""
+
+
 class UserCodeError(AutosplitError):
     """The user's own code raised. `__cause__` is the original exception.
 

@@ -9,7 +9,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from autosplit.errors import ProfileError
+from autosplit.errors import InputError, ProfileError
 from autosplit.text import size_text
 
 OWNER_ONLY = 0o600
@@ -147,3 +147,15 @@ def profile_with_key(digits: str) -> Path | None:
     except (OSError, ProfileError):
         return None
     return found[0] if len(found) == 1 else None
+
+
+def write_for_all(path: Path, text: str, called: str = "") -> None:
+    """Write a file that all users can read. On failure, raise InputError, which calls the file `called`."""
+    try:
+        replace_file(path, text, mode=READ_BY_ALL)
+    except (OSError, ValueError) as error:  # a name with a null character raises ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"{called or path} can't be written ({reason}). Choose a file in an existing folder.",
+            code="output-not-written",
+        ) from error

@@ -25,7 +25,7 @@ import torch
 from published import _class_loss, _declare_torchvision
 
 import autosplit
-from autosplit.extras.compare_models import error_band
+from autosplit.sim.compare_models import error_band
 
 RESULTS = Path(__file__).parent / "results" / "compare_models.json"
 

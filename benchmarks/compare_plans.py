@@ -7,7 +7,7 @@ Save the plans before a refactoring, and compare after each part of it. `compare
 from a second file. It prints one line for each case. If a figure without noise differs, the exit code is 1.
 
 `plan_cases.py` has the cases. `EXACT` has the figures without noise, by kind. `sim` and `cluster` are equal in all
-figures. On real devices (`cpu`, `ranks`, `emulated`), ceilings with their bytes, fits and checks are equal, but the
+figures. On real devices (`cpu`, `ranks`, `emulated`), ceilings with their bytes and checks are equal, but the
 split depends on measured times. If an effective batch size fits into one forward with some splits only, the ceilings
 depend on the split. So no case of `cpu` has such a size.
 
@@ -45,7 +45,7 @@ EMULATED_BYTES = 80 * 2**20
 DIGITS = 9
 """Significant digits of saved times. A sum in another order has the same digits."""
 
-MEASURED = ("error", "ceilings", "ddp_ceilings", "fits", "checks", "precision", "checkpointed")
+MEASURED = ("error", "ceilings", "ddp_ceilings", "checks", "precision", "checkpointed")
 EXACT = {
     "sim": None,
     "cluster": None,
@@ -98,8 +98,7 @@ def plan_figures(plan: autosplit.Plan) -> Figures:
         "precision": plan.precision,
         "checkpointed": list(plan.checkpointed),
         "lengths": [[one.length, rounded(one.times)] for one in plan.lengths.points] if plan.lengths else None,
-        "fits": [plan.fits.copies_bytes, ceiling_figures(plan.fits.evaluation)] if plan.fits else None,
-        "notes": sorted(note.kind for note in plan.notes),
+        "notes": sorted(note.kind for note in plan.notes if note.kind != "variants"),  # a plan field before
         "checks": [[one.subject, one.depends, one.reduce, one.count] for one in plan.checks],
     }
 
@@ -118,6 +117,15 @@ def cluster_figures(case: Case) -> Figures:
     }
 
 
+def planned(workload: Any, options: dict[str, Any]) -> autosplit.Plan:
+    """Call the function that plans with these options."""
+    if "lengths" in options:
+        return autosplit.tune_lengths(workload, **options)
+    if "checkpointing" in options or isinstance(options.get("precision"), tuple):
+        return autosplit.tune_best(workload, **options).plan
+    return autosplit.tune(workload, **options)
+
+
 def figures(case: Case) -> Figures:
     """Make the plan of a case, and return its figures. If autosplit raises its own error, return the error's class."""
     torch.manual_seed(0)
@@ -126,7 +134,7 @@ def figures(case: Case) -> Figures:
             return cluster_figures(case)
         # A function for `sim:` devices, so that a large model needs no memory
         workload = case.workload if case.kind == "sim" else case.workload()
-        return plan_figures(autosplit.tune(workload, devices=case.devices, **{**DEFAULTS, **case.options}))
+        return plan_figures(planned(workload, {"devices": case.devices, **DEFAULTS, **case.options}))
     except (autosplit.AutosplitError, autosplit.OutOfMemoryError) as error:
         return {"error": type(error).__name__}
 

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 import autosplit
 from autosplit.plan.plan import Plan
-from autosplit.solve import padded_length
+from autosplit.tools import padded_length
 
 DEVICES = "cpu:24MiB,cpu:8MiB"
 SIMULATED = "sim:2xL4"
@@ -134,7 +134,7 @@ def constants(plan: Plan, lengths: list[int]) -> dict[str, list[dict[str, float]
 
 def tuned(data: list[Any], lengths: list[int], devices: str) -> Plan:
     """Tune for the corpus on the given devices."""
-    return autosplit.tune(
+    return autosplit.tune_lengths(
         Classifier(),
         pad(data[2:6]),
         loss_fn=nn.CrossEntropyLoss(),

@@ -21,7 +21,7 @@ from answer import of_this_run, put
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import autosplit
-from autosplit.probe.loader_result import LoaderSettings
+from autosplit.tools.loader_result import LoaderSettings
 
 SECONDS = 5.0
 """Loading time of each setting after its first batch."""

@@ -21,8 +21,8 @@ from torch import nn
 
 import autosplit
 from autosplit.parallel.epoch_steps import steps
-from autosplit.plan.goodput import Goodput
 from autosplit.plan.plan import Plan
+from autosplit.tools.goodput import Goodput
 
 PLAN_BATCH, MICRO_BATCH = 512, 256
 LEARNING_RATE = 3.2

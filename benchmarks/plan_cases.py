@@ -210,7 +210,7 @@ class Case(NamedTuple):
         name: The name in the saved file.
         workload: Function that returns the workload.
         devices: The device spec.
-        options: Further arguments of `autosplit.tune`.
+        options: Further arguments of `autosplit.tune`, `tune_best` or `tune_lengths`.
     """
 
     name: str
@@ -253,7 +253,6 @@ SIMULATED = (
     Case("sim: padded tokens, one GPU", padded, ONE, {"effective_batch_size": 300}),
     Case("sim: padded tokens, different GPUs", padded, MEDIUM, {"effective_batch_size": 2048}),
     Case("sim: padded tokens, lengths", padded, MEDIUM, {"lengths": LENGTHS}),
-    Case("sim: GPT, one GPU, fits", gpt, "sim:L4@256MiB", {"fits": "save,resume,eval"}),
     Case("sim: GPT, equal GPUs, balanced", gpt, EQUAL, {"effective_batch_size": 4096, "strategy": "balanced"}),
     Case("sim: GPT, different GPUs, 24 trials", gpt, MEDIUM, {"effective_batch_size": 1000, "n_trials": 24}),
     Case("sim: GPT, different GPUs, DDP", gpt, MEDIUM, {"effective_batch_size": 1000, "strategy": "ddp"}),
@@ -291,7 +290,6 @@ BUDGETS = (
     Case("cpu: LSTM, two budgets", lstm, "cpu:16MiB,cpu:12MiB", {"effective_batch_size": 256}),
     Case("cpu: padded tokens, two budgets", padded, "cpu:16MiB,cpu:8MiB", {"effective_batch_size": 256}),
     Case("cpu: padded tokens, lengths", padded, "cpu:8MiB,cpu:4MiB", {"lengths": LENGTHS}),
-    Case("cpu: GPT, one budget, fits", gpt, "cpu:32MiB", {"fits": "save,resume,eval"}),
     Case("cpu: GPT, two budgets", gpt, "cpu:32MiB,cpu:16MiB", {"effective_batch_size": 128}),
     Case("cpu: GPT, two budgets, DDP", gpt, "cpu:32MiB,cpu:16MiB", {"effective_batch_size": 128, "strategy": "ddp"}),
     Case("cpu: GPT, checkpointing", gpt, "cpu:16MiB", {"effective_batch_size": 64, "checkpointing": char_gpt.Block}),

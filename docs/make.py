@@ -22,9 +22,42 @@ from typing import Any
 
 import msgspec
 
-from autosplit.cli.json_types import ANSWERS, FILES
+from autosplit.cli.json_types import Ceilings, Checks, LaunchCommand, Place, Profiles, Removed
+from autosplit.integrations.export_command import Exported
+from autosplit.plan.measured_step import MeasuredStep
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import SCHEMA_VERSION
+from autosplit.sim.comparison_types import Compared, ComparedModels
+from autosplit.tools.examination import Examination, SharedResult
+from autosplit.tools.inventory import Devices
+from autosplit.tools.loader_result import MeasuredLoader
+from autosplit.tools.written_workload import StartingWorkload
+
+ANSWERS: Mapping[str, type] = {
+    "devices": Devices,
+    "doctor": Examination,
+    "init": StartingWorkload,
+    "tune": Plan,
+    "compare": Compared,
+    "compare --models": ComparedModels,
+    "measure": MeasuredStep,
+    "probe": Ceilings,
+    "check": Checks,
+    "loader": MeasuredLoader,
+    "show": Plan,
+    "profiles": Profiles,
+    "profiles list": Profiles,
+    "profiles show": Plan,
+    "profiles path": Place,
+    "profiles remove": Removed,
+    "report": Place,
+    "export": Exported,
+    "launch": LaunchCommand,
+}
+"""The type of each command's answer."""
+
+FILES: Mapping[str, type] = {"doctor --share": SharedResult}
+"""The type of each file that a command writes, by the command."""
 
 FOLDER = Path(__file__).parent
 WIDTH = 110

@@ -39,7 +39,6 @@ def page() -> str:
         _balanced,
         _ddp,
         _failing_ranks,
-        _slow_ranks,
         _loader,
         _lengths,
         _noise_scale,
@@ -580,45 +579,6 @@ def _failing_ranks() -> list[str]:
     return [
         *_opened("Ranks that fail", text, "failing_ranks", found),
         *_table(("failure", "median, s", "longest, s", "limit, s", "holds"), rows),
-    ]
-
-
-def _slow_ranks() -> list[str]:
-    found = _read("slow_ranks")
-    before, after = (tuple(found["splits"][place]) for place in (0, -1))
-    text = (
-        f"Two ranks train with the split {before}. A sample sleeps {1000 * found['sample_s']:.0f} ms, so the ranks do "
-        f"not compete for a CPU. From step {found['slow_from_step']} on, rank 1 takes {found['slower']} times as long. "
-        f'`rebalance="auto"` changes the split to {after} after step {found["split_changed_after_step"]}. The fastest '
-        f"of the neighbouring splits, {tuple(found['best_split'])}, was measured on its own."
-    )
-    rows = [
-        (what, f"{1000 * found[name]:.1f}")
-        for what, name in (
-            ("ranks equally fast", "equal_ranks_s"),
-            ("rank 1 is slow", "slow_rank_s"),
-            ("after the change of the split", "after_s"),
-            ("fastest split", "best_s"),
-        )
-    ]
-    claims = [
-        (
-            "step after the change, divided by a step of the fastest split",
-            f"{found['after_over_best']:.3f}",
-            1.1,
-            "yes" if found["after_over_best"] <= 1.1 else "**no**",
-        ),
-        (
-            "largest difference of float64 weights from training in one process",
-            f"{found['weights_apart']:.1g}",
-            "1e-9",
-            "yes" if found["weights_apart"] <= 1e-9 else "**no**",
-        ),
-    ]
-    return [
-        *_opened("Slow ranks", text, "slow_ranks", found),
-        *_table(("optimizer step", "ms"), rows),
-        *_table(("claim", "measured", "limit", "holds"), claims),
     ]
 
 

@@ -21,15 +21,15 @@ import torch
 import vl_convert
 
 import autosplit
-from autosplit.extras.report_charts import CONFIG, HATCH, charts_of
 from autosplit.plan.record import DdpPlan
 from autosplit.runtime.memory_tracker import Entry, Tracker
 from autosplit.text import counted_text
+from autosplit.tools.report_charts import CONFIG, HATCH, charts_of
 from autosplit.workload.from_file import load_workload
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "pictures"
-STYLE = ROOT / "autosplit" / "extras" / "templates" / "report.css"
+STYLE = ROOT / "autosplit" / "tools" / "templates" / "report.css"
 EXAMPLE = str(ROOT / "examples" / "char_gpt.py")
 PICTURES = {
     ("sim:1xRTX4090+1xRTX3060", 16384): {"rates": "gain"},

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from autosplit.devices.examination import SharedResult
 from autosplit.text import rate_text, size_text
+from autosplit.tools.examination import SharedResult
 
 FOLDER = Path(__file__).parent
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from noted import noted
 
-from autosplit.devices.examination import Card, Copy, Examination
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan, PlanDevice, RankSettings
 from autosplit.probe.check_result import Check
@@ -15,6 +14,7 @@ from autosplit.solve.memory import Ceiling, MemoryFit, MemoryParts, Region
 from autosplit.solve.split import accumulation_steps
 from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
 from autosplit.solve.trial import Trial
+from autosplit.tools.examination import Card, Copy, Examination
 
 GIB = 2**30
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from autosplit.extras import loader_speed
+from autosplit.tools import loader_speed
 
 SAMPLE_S, CACHED_S = 0.002, 0.00002
 """Time in seconds that a process needs for a sample, and for a sample in its cache."""

@@ -24,10 +24,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import autosplit
-from autosplit.ddp.other_devices import RankDevice, plan_for_devices
 from autosplit.integrations import ray as autosplit_ray
 from autosplit.integrations.ray import MEMORY_LABEL
 from autosplit.plan.plan import Plan
+from autosplit.tools.other_devices import RankDevice, plan_for_devices
 
 NUM_SAMPLES, EFFECTIVE, SIZES = 200, 48, (9, 3)
 """Samples of an epoch (four steps of 48 and one of 8), samples per optimizer step, and per forward on each device."""

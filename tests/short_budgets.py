@@ -13,7 +13,7 @@ BUDGETS = {
     "autosplit.tuning.lone_session": ("POINT_BUDGET_S", "TRIAL_BUDGET_S"),
     "autosplit.tuning.joint_session": ("POINT_BUDGET_S", "TRIAL_BUDGET_S"),
     "autosplit.tuning.measure": ("POINT_BUDGET_S", "TRIAL_BUDGET_S"),
-    "autosplit.extras.tuned_lengths": ("TRIAL_BUDGET_S",),
+    "autosplit.tools.tune_lengths": ("TRIAL_BUDGET_S",),
     "autosplit.tuning.recall": ("STEP_BUDGET_S",),
     "autosplit.probe.ceilings": ("DOUBLING_BUDGET_S",),
 }

@@ -25,26 +25,26 @@ MAY_IMPORT = {
     "parallel": ("devices", "solve", "workload"),
     "runtime": ("devices", "solve", "workload", "parallel"),
     "probe": ("devices", "solve", "workload", "parallel", "runtime"),
-    "plan": ("devices", "solve", "probe.check_result", "probe.loader_result", "parallel", "runtime"),
+    "plan": ("devices", "solve", "probe.check_result", "parallel", "runtime"),
     "profiles": ("devices", "solve", "workload", "plan"),
     "ddp": ("devices", "solve", "parallel", "plan", "profiles"),
     "tuning": ("devices", "solve", "workload", "runtime", "probe", "plan", "profiles", "ddp"),
-    "extras": ("devices", "solve", "workload", "parallel", "runtime", "probe", "plan", "profiles", "ddp", "tuning"),
-    "integrations": ("devices", "solve", "workload", "parallel", "probe", "plan", "profiles", "ddp", "tuning"),
-    "cli": ("devices", "solve", "workload", "probe", "plan", "profiles", "ddp", "tuning", "extras"),
+    "cli": ("devices", "solve", "workload", "probe", "plan", "profiles", "ddp", "tuning"),
 }
-CORE = tuple(package for package in MAY_IMPORT if package not in ("extras", "integrations", "cli"))
-KNOWN_VIOLATIONS = {
-    # The report page prints the same tables and the same code as `autosplit show`.
-    ("extras.report_page", "cli.pasted_code"),
-    ("extras.report_page", "cli.plan_report"),
-    # `tune(lengths=)` measures the lengths in the same job and within the same time limit as the rest of the plan.
-    ("tuning.tune", "extras.tuned_lengths"),
+CORE = tuple(MAY_IMPORT)
+AROUND = ("integrations", "sim", "tools")
+"""Packages around the core. Each may import the whole core. `addons` finds their functions by name."""
+
+MAY_IMPORT |= {"integrations": CORE, "sim": CORE, "tools": (*CORE, "sim", "integrations")}
+
+FOR_TYPES = {
+    ("plan.plan", "integrations.exported"),
+    ("plan.plan", "tools.goodput"),
 }
-"""Imports that break the table, as (module, imported module). Remove a pair when its import is gone."""
+"""Imports under TYPE_CHECKING, for the types of public methods, as (module, imported module)."""
 
 IN_THE_ROOT = (
-    *("accelerators", "errors", "files", "launcher", "notes", "oom"),
+    *("accelerators", "addons", "errors", "files", "launcher", "notes", "oom"),
     *("rng", "text", "torch_versions", "__main__"),
 )
 WITHOUT_TORCH = (
@@ -57,45 +57,45 @@ WITHOUT_TORCH = (
     "solve.search_space",
     "solve.trial",
     "solve.solver",
-    "solve.padded_length",
+    "tools.padded_length",
     "plan.explanation",
     "plan.measured_step",
     "plan.split_comparison",
-    "plan.goodput",
+    "tools.goodput",
     "plan.validation",
     "plan.record",
     "plan.plan",
     "plan.redact",
     "profiles.store",
-    "extras.cluster",
-    "extras.compare",
+    "sim.cluster",
+    "sim.compare",
     "cli.tables",
     "cli.pasted_code",
     "cli.plan_report",
     "cli.check_report",
-    "extras.report_charts",
-    "extras.report_page",
-    "extras.workload_spec",
-    "plan.even_plan",
-    "plan.export",
-    "plan.canvas",
-    "plan.charts",
+    "tools.report_charts",
+    "tools.report_page",
+    "cli.workload_spec",
+    "integrations.even_plan",
+    "integrations.export",
+    "tools.canvas",
+    "tools.charts",
     "cli.output",
     "cli.named_plan",
     "cli.stored_profile",
     "cli.workload_arguments",
     "cli.json_types",
     "cli.commands.profiles",
-    "cli.commands.devices",
+    "tools.devices_command",
     "cli.commands.tune",
-    "cli.commands.compare",
+    "sim.compare_command",
     "cli.commands.measure",
     "cli.commands.probe",
     "cli.commands.check",
     "cli.commands.show",
     "cli.commands.launch",
-    "cli.commands.report",
-    "cli.commands.export",
+    "tools.report_command",
+    "integrations.export_command",
     "cli.options",
     "cli.parser",
     "cli.main",
@@ -203,7 +203,7 @@ def module_level(tree: ast.Module) -> list[ast.AST]:
         found.append(node)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        if _is_for_types(node):
             waiting.extend(node.orelse)
             continue
         waiting.extend(ast.iter_child_nodes(node))
@@ -224,18 +224,20 @@ def test_every_module_lies_in_a_package() -> None:
 
 
 def test_imports_flow_one_way() -> None:
-    assert violations(graph_of(ROOT)) == KNOWN_VIOLATIONS
+    assert violations(graph_of(ROOT)) == FOR_TYPES
 
 
-def test_core_packages_import_no_extra() -> None:
-    graph = graph_of(ROOT)
-    to_extras = {
-        (name, target)
-        for name, targets in graph.items()
-        for target in targets
-        if package_of(name) in (*CORE, "") and package_of(target) == "extras"
-    }
-    assert to_extras == {pair for pair in KNOWN_VIOLATIONS if package_of(pair[0]) in CORE}
+def test_types_are_all_that_the_core_needs_of_the_packages_around_it() -> None:
+    for name, target in FOR_TYPES:
+        path = modules_in(ROOT)[name]
+        nodes = list(ast.walk(parsed(path.read_text())))
+        for_types = [inner for node in nodes if _is_for_types(node) for inner in ast.walk(node)]
+        rest = [node for node in nodes if node not in for_types]
+        assert not [full for full in imports_of(path, ROOT, rest) if full.startswith(f"autosplit.{target}.")]
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
 def test_the_table_has_an_order() -> None:
@@ -258,8 +260,8 @@ def test_tools_are_imported_where_they_are_meant() -> None:
         "integrations.ray": {"ray"},
         "integrations.transformers": {"accelerate", "transformers"},  # its tools
         "integrations.transformers_workload": {"transformers"},
-        "extras.from_name": {"transformers"},
-        "extras.lora": {"peft"},
+        "sim.from_name": {"transformers"},
+        "sim.lora": {"peft"},
     }
 
 

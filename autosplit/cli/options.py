@@ -145,8 +145,6 @@ TRAINING = {
     **PRECISION,
     "--checkpointing auto|CLASS": "Class of the model's layers, or auto for a transformers model. autosplit tries to "
     "checkpoint none, every second and all of them. Default: the model as it is.",
-    "--fits resume|save|eval": "Other tasks that must fit: resume (a checkpoint loaded onto the device), save (a copy "
-    "that is being saved), eval. You can name several, as in resume,eval. Default: none.",
 }
 
 DEVICES_HELP = (
@@ -172,7 +170,6 @@ SEARCH = {
     **MAX_BATCH_SIZE,
     "--n-trials N": "Largest number of trials per machine. Default: 24.",
     "--time-limit-s SECONDS": "Start no trial after this time. compare divides the time among its machines.",
-    "--storage URL": "An Optuna storage for the study.",
     "--seed N": "Random seed of the search. Default: 0.",
     "--profile auto|refresh|off": "auto uses a saved plan for this machine and workload, or saves a new plan. refresh "
     "tunes again. off neither reads nor saves plans. Default: auto.",

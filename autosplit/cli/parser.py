@@ -1,13 +1,11 @@
 """Define the commands, their options and their help, and parse a command line.
 
-`commands` has a module for each command, which is imported when the command runs. So `--help` needs neither torch nor
-rich.
+Each command has a module, which is imported when the command runs. So `--help` needs neither torch nor rich.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import sys
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
@@ -15,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
+from autosplit.addons import found_at
 from autosplit.cli import options as o
 from autosplit.cli.options import Options
 from autosplit.cli.output import Manner, logged
@@ -26,7 +25,7 @@ class Command:
     """A command of the command line.
 
     Attributes:
-        body: The module of `commands` and its function. The function gets a `Manner` and the options that were given.
+        body: The module and its function. The function gets a `Manner` and the options that were given.
         text: The help. The list of commands shows its first line.
         example: Command lines that run.
         panels: The options under the headings of the help.
@@ -39,9 +38,11 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "devices": Command("devices.devices", "List the GPUs and their load.", "autosplit devices --json", {}),
+    "devices": Command(
+        "tools.devices_command:devices", "List the GPUs and their memory.", "autosplit devices --json", {}
+    ),
     "doctor": Command(
-        "doctor.doctor",
+        "tools.doctor_command:doctor",
         "Diagnose this machine and suggest fixes.",
         "autosplit doctor --json",
         {
@@ -55,7 +56,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "init": Command(
-        "init.init",
+        "tools.init_command:init",
         "Write a workload file for the model in a Python file.\nautosplit guesses the sample batch from the model's "
         "layers. Replace it with a batch of your data.",
         "autosplit init examples/char_gpt.py:CharGPT -o workload.py",
@@ -72,7 +73,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "tune": Command(
-        "tune.tune",
+        "cli.commands.tune:tune",
         "Find the best split, batch size and accumulation steps.",
         "autosplit tune examples/char_gpt.py --devices sim:RTX3090 --effective-batch-size 256 --n-trials 2",
         {
@@ -90,7 +91,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "compare": Command(
-        "compare.compare",
+        "sim.compare_command:compare",
         "Tune for several machines and compare their cost.",
         "autosplit compare examples/char_gpt.py --devices sim:2xL4 --devices sim:A100-40GB --price 2xL4=1.2",
         {
@@ -117,7 +118,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "measure": Command(
-        "measure.measure",
+        "cli.commands.measure:measure",
         "Measure the time and memory of one setting.\nHere, --strategy auto means balanced.",
         "autosplit measure examples/char_gpt.py --devices sim:RTX3090+RTX2080Ti --split 96,32",
         {
@@ -130,7 +131,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "probe": Command(
-        "probe.probe",
+        "cli.commands.probe:probe",
         "Find the largest batch that fits on each device.",
         "autosplit probe examples/char_gpt.py --devices sim:RTX3090 --role eval",
         {
@@ -154,13 +155,13 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "check": Command(
-        "check.check",
+        "cli.commands.check:check",
         "Check whether splitting the batch changes the training.",
         "autosplit check examples/char_gpt.py",
         {"Workload": o.WORKLOAD},
     ),
     "loader": Command(
-        "loader.loader",
+        "tools.loader_command:loader",
         "Find the fastest settings of a DataLoader.",
         "autosplit loader examples/loader.py",
         {
@@ -176,13 +177,13 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "show": Command(
-        "show.show",
+        "cli.commands.show:show",
         "Print a saved plan.",
         "autosplit show plan.json",
         {"Plan": o.PLAN, "Output": {**o.DETAILS, **o.CODE}},
     ),
     "report": Command(
-        "report.report",
+        "tools.report_command:report",
         "Write a plan's report as an HTML page.\nThe page has charts, checks and every setting to copy, and works "
         "offline. The command needs jinja2 and vl-convert-python.",
         "autosplit report plan.json -o report.html",
@@ -195,7 +196,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "export": Command(
-        "export.export",
+        "integrations.export_command:export",
         "Print a plan as the settings of another tool.",
         "autosplit export plan.json --to transformers",
         {
@@ -210,7 +211,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "launch": Command(
-        "launch.launch",
+        "cli.commands.launch:launch",
         "Start a training script with torchrun and a plan.\nWrite these options first. autosplit passes all other "
         "words to torchrun.",
         "autosplit launch --plan plan.json --print train.py --epochs 3",
@@ -224,28 +225,28 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "profiles": Command(
-        "profiles.list_profiles",
+        "cli.commands.profiles:list_profiles",
         "List, show and remove profiles (saved plans).\nWithout a command, list them.",
         "autosplit profiles\nautosplit profiles remove 3f2a",
         {},
     ),
     "profiles list": Command(
-        "profiles.list_profiles", "List the profiles, newest first.", "autosplit profiles list --json", {}
+        "cli.commands.profiles:list_profiles", "List the profiles, newest first.", "autosplit profiles list --json", {}
     ),
     "profiles show": Command(
-        "show.show_profile",
+        "cli.commands.show:show_profile",
         "Print a profile's plan. Without a key, print the newest.",
         "autosplit profiles show 3f2a",
         {"Plan": o.KEY, "Output": {**o.DETAILS, **o.CODE}},
     ),
     "profiles path": Command(
-        "profiles.show_path",
+        "cli.commands.profiles:show_path",
         "Print the folder of the profiles, or a profile's file.",
         "autosplit profiles path\nautosplit profiles path 3f2a",
         {"Plan": o.KEY},
     ),
     "profiles remove": Command(
-        "profiles.remove_profiles",
+        "cli.commands.profiles:remove_profiles",
         "Remove profiles and list them.",
         "autosplit profiles remove 3f2a 91c0\nautosplit profiles remove --all --yes",
         {
@@ -286,9 +287,18 @@ class _Parser(ArgumentParser):
         wrong = next((word for word in unknown if word.startswith("-")), None)
         if wrong is None:
             self.error(f"unexpected argument {shown(unknown[0])}")
-        near = difflib.get_close_matches(wrong.partition("=")[0], self._option_string_actions, 1)
+        name = wrong.partition("=")[0]
+        if name in _REMOVED:
+            self.error(f"{name} was removed. {_REMOVED[name]}")
+        near = difflib.get_close_matches(name, self._option_string_actions, 1)
         self.error(f"{shown(wrong)} is not an option{f'. Did you mean {near[0]}?' if near else ''}")
 
+
+_REMOVED = {
+    "--fits": "Run autosplit probe --role resume, save or eval.",
+    "--storage": "The plan has every trial: autosplit show --json",
+}
+"""Options that older versions had, with the replacement."""
 
 _SETTINGS: Mapping[str, Any] = {
     "formatter_class": _Layout,
@@ -391,7 +401,6 @@ def _print_version() -> int:
 
 
 def _run(body: str, manner: Manner, typed: dict[str, Any]) -> int:
-    module, name = body.split(".")
     with logged(manner):
-        exit_code: int = getattr(importlib.import_module(f"autosplit.cli.commands.{module}"), name)(manner, **typed)
+        exit_code: int = found_at(body)(manner, **typed)
     return exit_code

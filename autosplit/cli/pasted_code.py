@@ -198,11 +198,6 @@ def _command_again(plan: Plan) -> str:
     sizes = asked["effective_batch_size"]
     if isinstance(sizes, list):
         asked["effective_batch_size"] = ":".join(map(str, sizes))
-    names = (way.name.partition(",")[0] for way in plan.ways)
-    precisions = dict.fromkeys(name.removeprefix("precision ") for name in names if name.startswith("precision "))
-    if precisions:
-        asked["precision"] = ",".join(precisions)
-    asked["fits"] = ",".join(plan.fits.roles) if plan.fits is not None and plan.fits.roles else None
     usual = {"strategy": "auto", "precision": "none"}
     flags = flags_of({name: value for name, value in asked.items() if value not in (None, usual.get(name))})
     return shlex.join(["python", "-m", "autosplit", "tune", "FILE", "--devices", "cuda", *flags])

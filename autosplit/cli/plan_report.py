@@ -70,12 +70,11 @@ def short_report(plan: Plan, origin: Origin) -> Group:
 
     both, plan = plan, recommended_plan(plan)
     explanation = plan.explain()
-    ways = [text for subject, text in explanation.sentences().items() if subject == "ways"]
     return Group(
         *_status(plan),
         _device_table(plan),
         pairs_table([*_short_numbers(plan), *strategies(both)], _styles(plan)),
-        *_section("why", [*unused_lines(plan), *[*ways, *explanation.reasons()][:MOST_REASONS], *limit_lines(plan)]),
+        *_section("why", [*unused_lines(plan), *explanation.reasons()[:MOST_REASONS], *limit_lines(plan)]),
         *_section("notes", _notes_to_act_on(plan), "bold yellow"),
         *_pasted("", _next_lines(both, origin)),
     )
@@ -272,10 +271,6 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
         names = plan.checkpointed
         to = f" to {names[-1]}" if len(names) > 1 else ""
         rows.append(("checkpointed", f"{counted_text(len(names), 'layer')}: {names[0]}{to}"))
-    if plan.fits is not None:
-        most = "/".join(f"{ceiling.batch_size:,}" for ceiling in plan.fits.evaluation)
-        roles = [f"{role} {most}".strip() if role == "eval" else role for role in plan.fits.roles]
-        rows.append(("also fits", ", ".join(roles)))
     if plan.loader_settings is not None and plan.loader_samples_per_s is not None:
         workers = plan.loader_settings.num_workers
         speed = f"{rate_text(plan.loader_samples_per_s)} with {counted_text(workers, 'worker')}"

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autosplit.errors import AutosplitError, InputError, PlanError, from_user_code, shown, user_frames
-from autosplit.files import read_bounded
+from autosplit.addons import addon
+from autosplit.errors import AutosplitError, InputError, PlanError, from_user_code, user_frames
 
 if TYPE_CHECKING:
     from autosplit.devices.device import Device
@@ -23,12 +23,10 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
     """Raise InputError for invalid flags before the user's file is run, which may take long."""
     from autosplit.devices.device import parse_reserve
     from autosplit.devices.spec import parse_devices
-    from autosplit.workload.workload import checked_fits
 
     if keywords.get("devices") is not None:
         parse_devices(keywords["devices"], ask_memory=False)
     parse_reserve(keywords.get("reserve"))
-    checked_fits(keywords.get("fits") or ())
     if output is None or not Path(output).exists():
         return
     if Path(output).is_dir():
@@ -51,31 +49,6 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
             f"--output {output} exists and is not a plan. autosplit did not replace it. Choose another name.",
             code="output-is-no-plan",
         ) from None
-
-
-_MOST_BYTES_OF_LENGTHS = 2**30
-"""Largest file of lengths in bytes: about 200 million samples."""
-
-
-def lengths_in(path: str) -> list[int]:
-    """Read the lengths of samples from a file with one number per line. Raise InputError for other contents."""
-    from autosplit.solve.padded_length import checked_lengths
-
-    try:
-        words = read_bounded(path, _MOST_BYTES_OF_LENGTHS).decode("utf-8-sig").split()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            f"--lengths {path} can't be read ({reason}). Name a text file.",
-            code="lengths-file-unreadable",
-        ) from error
-    wrong = next((word for word in words if not word.isdecimal()), None)
-    if wrong is not None:
-        raise InputError(
-            f"--lengths {path} contains {shown(wrong)}, which is not a whole number. Write one length per line.",
-            code="lengths-file-values",
-        )
-    return checked_lengths([*map(int, words)], f"the lengths in {path}")
 
 
 def one_of_several() -> bool:
@@ -131,7 +104,7 @@ def loaded(
 
     In a job, each rank loads the workload later, so that all ranks get an error of any rank.
     """
-    from autosplit.extras.workload_spec import built_workload, workload_of_spec
+    from autosplit.cli.workload_spec import built_workload, workload_of_spec
 
     if together:
         later = functools.partial(built_workload, spec, **model_options)
@@ -165,12 +138,16 @@ def users_errors(spec: str) -> Iterator[None]:
 
 
 def tuned_quietly(spec: str, workload: Any, **keywords: Any) -> Plan:
-    """Tune without the warnings that the report repeats."""
+    """Tune without the warnings that the report repeats. Call `tune_best` or `tune_lengths` if a keyword needs it."""
     from autosplit.tuning import tune as tuning
 
     with users_errors(spec), warnings.catch_warnings():
         for category in (tuning.AssumedLossWarning, tuning.ChangedTrainingWarning, tuning.DoubtfulTimesWarning):
             warnings.simplefilter("ignore", category)
+        if "lengths" in keywords:
+            return addon("tune_lengths")(workload, **keywords)  # type: ignore[no-any-return]
+        if "checkpointing" in keywords or "," in (keywords.get("precision") or ""):
+            return addon("tune_best")(workload, **keywords).plan  # type: ignore[no-any-return]
         return tuning.tune(workload, **keywords)
 
 

@@ -48,7 +48,7 @@ from autosplit.ddp.checkpoint_state import (
 )
 from autosplit.ddp.device import told_by_all
 from autosplit.ddp.failure import TOLD_AFTER_S, told_if_long
-from autosplit.ddp.fsdp import is_shard, part_of, room_for, whole
+from autosplit.ddp.sharded_tensors import is_shard, part_of, room_for, whole
 from autosplit.errors import CheckpointError
 
 _VALUES = "(values)"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autosplit.ddp.fsdp import is_shard, is_sharded
+from autosplit.ddp.sharded_tensors import is_shard, is_sharded
 from autosplit.errors import CheckpointError
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.state_dict import is_extra, matching_state_dict, plain_state_dict

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -14,38 +14,40 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from autosplit.accelerators import is_accelerator, moved
+from autosplit.addons import addon, found_addon
 from autosplit.ddp.agreement import Settings, require_equal_settings, settings_of
 from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised
 from autosplit.ddp.checkpoint import CheckpointMethods
 from autosplit.ddp.equal_gradients import EqualGradients
 from autosplit.ddp.find_plan import check_model
-from autosplit.ddp.fsdp import Layers, begin_step, refuse_options, shard
 from autosplit.ddp.gradient_average import refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
 from autosplit.ddp.loader_steps import foreign_steps, refuse_hook, refuse_unplanned, sums_over_ranks, totals_over_ranks
 from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.progress import Progress
 from autosplit.ddp.rank_gather import Gathered, gather_rows
-from autosplit.ddp.rank_model import RankModel
+from autosplit.ddp.rank_model import RankModel, refuse_options
 from autosplit.ddp.rank_models import Models, Ranks
-from autosplit.ddp.rebalance import refuse_rebalance
-from autosplit.ddp.slow_ranks import SlowRanks
+from autosplit.ddp.sharded_tensors import begin_step
 from autosplit.errors import InputError
 from autosplit.parallel.batch_counts import Count
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
 from autosplit.parallel.effective_batch import compared
 from autosplit.parallel.epoch_steps import Steps, checked, steps
-from autosplit.parallel.oom_cuts import cuts_for
 from autosplit.parallel.optimizer_steps import OptimizerStep
+from autosplit.parallel.parts import cuts_of
 from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combined_scope, refuse_ranks_without_samples
 from autosplit.parallel.rebuilt_loader import loader_around
 from autosplit.parallel.step_listener import NoiseEstimate, StepListener, checked_estimate
-from autosplit.parallel.token_sampler import TokenBatchSampler
 from autosplit.plan.other_model import refuse_wrapped
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings, add_note_to_file, loader_keywords, required_lengths
 from autosplit.solve.split import accumulation_steps
+
+if TYPE_CHECKING:
+    from autosplit.tools.fsdp import Layers
+    from autosplit.tools.token_sampler import TokenBatchSampler
 
 
 class Context(CheckpointMethods):
@@ -75,21 +77,17 @@ class Context(CheckpointMethods):
         self.world_size = len(plan.ddp.ranks)
         self.device = device
         self._progress = progress or Progress(rank, self.world_size, math.inf)
-        self._slices: list[RankSlice] = []
-        self._follow(plan)
-        self.effective_batch_size = _effective_batch_size(plan, self.batch_size)
-        self._slow_ranks = SlowRanks(rank, self.world_size, device)
+        self.plan = plan
+        self.settings: RankSettings = plan.ddp.ranks[rank]
+        self._slice = RankSlice(rank, tuple(settings.batch_size for settings in plan.ddp.ranks))
+        self.batch_size = self._slice.batch_size
+        self.effective_batch_size = effective_batch_size_of(plan)
+        slow_ranks = None if self.world_size == 1 else found_addon("slow_ranks")
+        self._slow_ranks = None if slow_ranks is None else slow_ranks(rank, self.world_size, device)
         self._models = Models()
         self._loop: object = None
         self._equal_gradients = EqualGradients(self._models, device)
         self._step: weakref.ref[OptimizerStep] | None = None
-
-    def _follow(self, plan: Plan) -> None:
-        self.plan = plan
-        self.settings: RankSettings = plan.ddp.ranks[self.rank]
-        self._slice = RankSlice(self.rank, tuple(settings.batch_size for settings in plan.ddp.ranks))
-        self._slices.append(self._slice)
-        self.batch_size = self._slice.batch_size
 
     def wrap(self, model: nn.Module, *, sync_batchnorm: bool = False, **kwargs: Any) -> DistributedDataParallel:
         """Move a model to this rank's device and wrap it in DistributedDataParallel.
@@ -183,7 +181,7 @@ class Context(CheckpointMethods):
         doubt_batchnorms(model, self.rank, sizes, "in checkpoints are", "Convert them with nn.SyncBatchNorm (GPUs)")
         checkpoint_layers(model, self.plan.checkpointed)
         shard_size = self.plan.ddp.shard_size
-        shard(model, device=self.device, layers=layers, shard_size=shard_size, options=kwargs)
+        addon("shard")(model, device=self.device, layers=layers, shard_size=shard_size, options=kwargs)
         self._models.sharded[model] = None
         self._models.meet_always = True  # every forward and backward gathers parameters
         return model
@@ -245,7 +243,7 @@ class Context(CheckpointMethods):
             PlanError: The plan was not tuned for lengths.
             InputError: See `Plan.token_sampler`.
         """
-        made = TokenBatchSampler(
+        made: TokenBatchSampler = addon("token_sampler")(
             required_lengths(self.plan),
             lengths,
             self._slice.batch_sizes,
@@ -272,7 +270,7 @@ class Context(CheckpointMethods):
         on_oom: Literal["raise", "cut"] = "raise",
         noise_scale: NoiseEstimate | None = None,
         device: torch.device | str | int | None = None,
-        rebalance: Literal["off", "auto"] = "off",
+        rebalance: str = "off",
     ) -> Steps:
         """Return the optimizer steps of one epoch of this rank's loader.
 
@@ -304,10 +302,6 @@ class Context(CheckpointMethods):
                 micro-batches of all ranks. See `Plan.steps`.
             device: The device to which every micro-batch is moved, usually `device` of this context. Default: batches
                 stay where the loader created them.
-            rebalance: Pass ``"auto"`` on every rank to change the ranks' batch sizes if one rank is slow. Every 200
-                optimizer steps the split is solved again from the measured times, within the plan's ceilings. The
-                steps keep their samples, and `batch_size`, `settings` and `plan` of this context change. The loader
-                starts its workers again after a change.
 
         Returns:
             The optimizer steps. Iterate each to its end. `len()` returns their number if the loader has this
@@ -315,19 +309,24 @@ class Context(CheckpointMethods):
 
         Raises:
             InputError: The batch sampler belongs to another rank or plan, or is hidden in another iterable. The loader
-                draws the whole data set on each rank. ``"cut"`` and ``"auto"`` do not support models that synchronise
-                in the forward (SyncBatchNorm, `shard`). ``"auto"`` needs a `batch_sampler` or `loader` of this context.
-                `noise_scale` does not support models that are sharded or have a communication hook. While iterating:
-                the ranks' settings or gradients differ, a step was left unfinished, or a batch has no tensor to count.
+                draws the whole data set on each rank. ``"cut"`` does not support models that synchronise in the forward
+                (SyncBatchNorm, `shard`). `noise_scale` does not support models that are sharded or have a communication
+                hook. While iterating: the ranks' settings or gradients differ, a step was left unfinished, or a batch
+                has no tensor to count.
 
         Warns:
             CutWarning: This rank cut a micro-batch for the first time. The message has the cause and advice.
             EffectiveBatchWarning: The size of an optimizer step differs from the plan's effective batch size.
             SlowRankWarning: The other ranks wait for one rank for more than 10% of a step. Only rank 0 warns.
         """
+        if rebalance != "off":
+            raise InputError(
+                f"rebalance={rebalance!r} was removed, because a plan's split stays the same during a run. Leave it "
+                "out. If SlowRankWarning names a rank that stays slow, tune again."
+            )
         plan = self.plan
         note = partial(add_note_to_file, plan)
-        cuts = cuts_for(loader, on_oom, dim=plan.batch_dim, least=plan.ddp.least_batch, count=count, note=note)
+        cuts = cuts_of(loader, on_oom, dim=plan.batch_dim, least=plan.ddp.least_batch, count=count, note=note)
         checked_estimate(noise_scale)
         self._refuse_unsuited_models(cuts=cuts is not None, noise_scale=noise_scale is not None)
         estimate: Any = {"noise_scale": noise_scale, "sums_over_ranks": partial(sums_over_ranks, device=self.device)}
@@ -336,21 +335,18 @@ class Context(CheckpointMethods):
             "count=": count is not None,
             "on_oom=": on_oom,
             "noise_scale=": noise_scale is not None,
-            "rebalance=": rebalance,
         }
         settings = partial(settings_of, loader, **options, **{"loss_scope=": loss_scope})
         sampler = getattr(loader, "batch_sampler", None)
         spans_ranks = checked_scope(loss_scope)
         if spans_ranks:
-            refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None, rebalances=rebalance == "auto")
+            refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None)
             refuse_ranks_without_samples(self._slice.batch_sizes.count(0))
-        can_switch = isinstance(sampler, ScheduledBatchSampler) and not isinstance(sampler, TokenBatchSampler)
-        refuse_rebalance(rebalance, can_switch=can_switch, meets=self._models.meet_always)
         if not isinstance(sampler, ScheduledBatchSampler):
             made = self._foreign_steps(loader, count=count, spans_ranks=spans_ranks)
             made = checked(made, cuts, **estimate, reads_loss=count is None and not spans_ranks)
             return Steps(self._synchronised(made, settings, watches=loss_scope is None), None)
-        if sampler.rank_slice not in (self._slices if can_switch else [self._slice]):
+        if sampler.rank_slice != self._slice:
             raise InputError(
                 f"The loader's batch sampler is a {type(sampler).__name__} for another rank or plan. Expected rank "
                 f"{self.rank}'s sampler, because all ranks must take the same number of micro-batches. "
@@ -359,9 +355,9 @@ class Context(CheckpointMethods):
             )
         over_ranks = partial(totals_over_ranks, device=self.device)
         given: Any = {"over_ranks": over_ranks, "spans_ranks": spans_ranks, "cuts": cuts, **estimate}
-        begin = partial(self._begun, loader, sampler, count=count, **given)
-        made = self._slow_ranks.switching(begin(), sampler, self._follow, begin)
-        made = self._synchronised(made, settings, watches=loss_scope is None, rebalances=rebalance == "auto")
+        sizes: Any = {"batch_size": self.batch_size, "effective_batch_size": self.effective_batch_size}
+        made = steps(loader, **sizes, count=count, **given)
+        made = self._synchronised(made, settings, watches=loss_scope is None)
         return Steps(made, sampler)
 
     def _foreign_steps(self, loader: Any, *, count: Count | None, spans_ranks: bool) -> Iterator[OptimizerStep]:
@@ -370,11 +366,6 @@ class Context(CheckpointMethods):
         options: Any = {"device": self.device, "count": count, "has_share": has_share, "spans_ranks": spans_ranks}
         made = foreign_steps(loader, accumulation_steps, **options)
         return made if count is not None else compared(made, self.effective_batch_size)
-
-    def _begun(self, loader: Any, sampler: ScheduledBatchSampler, **given: Any) -> Iterator[OptimizerStep]:
-        if sampler.rank_slice != self._slice:
-            sampler.follow(self._slice)
-        return steps(loader, batch_size=self.batch_size, effective_batch_size=self.effective_batch_size, **given)
 
     def _refuse_unsuited_models(self, *, cuts: bool, noise_scale: bool) -> None:
         if cuts and self._models.sharded:
@@ -427,7 +418,6 @@ class Context(CheckpointMethods):
             )
         found = gather_rows(tensor, counts=step is None or step.counts_here)
         if step is not None and found.tensor.requires_grad:
-            self._slow_ranks.keeps_batch = True  # it determines which samples the loss compares
             step.expect_gather()
         return found
 
@@ -440,7 +430,8 @@ class Context(CheckpointMethods):
         for wrapped in list(self._models.wrapped):
             part_from_group(wrapped)
         self._models.wrapped.clear()
-        self._slow_ranks.store = None
+        if self._slow_ranks is not None:
+            self._slow_ranks.store = None
 
     def _synchronised(
         self,
@@ -448,7 +439,6 @@ class Context(CheckpointMethods):
         settings: Callable[[], Settings],
         *,
         watches: bool = False,
-        rebalances: bool = False,
     ) -> Iterator[OptimizerStep]:
         """Synchronise gradients in the last micro-batch of each step, and anywhere outside the loop.
 
@@ -458,7 +448,9 @@ class Context(CheckpointMethods):
         self._progress.begin_loop()
         require_equal_settings(settings())
         self._loop = loop = object()
-        self._slow_ranks.begin_loop()
+        slow_ranks = self._slow_ranks
+        if slow_ranks is not None:
+            slow_ranks.begin_loop()
         self._equal_gradients.begin_loop()
         try:
             for step in made:
@@ -467,25 +459,30 @@ class Context(CheckpointMethods):
                     begin_step(model)
                 mine: list[StepListener] = [Ranks(self._models, apart=step.cuts is not None)]
                 if self.world_size > 1:
-                    mine += [self._equal_gradients, self._progress, self._slow_ranks]
+                    mine += [self._equal_gradients, self._progress]
                     self._progress.begin_step(step.index)
+                if slow_ranks is not None:
+                    mine.append(slow_ranks)
                 if watches:
                     watches = False
                     mine.append(LossCollectives())
                 step.listeners[:0] = mine
                 self._step = weakref.ref(step)
                 self._equal_gradients.begin_step(step.index)
-                self._slow_ranks.begin_step()
+                if slow_ranks is not None:
+                    slow_ranks.begin_step()
                 yield step
-                self._slow_ranks.end_step(self.plan, self.effective_batch_size, rebalances=rebalances)
+                if slow_ranks is not None:
+                    slow_ranks.end_step(self.plan, self.effective_batch_size)
         finally:
             # If this generator is closed late, a newer loop may already run. Do not change the newer loop's flag.
             if self._loop is loop:
                 self._models.synchronise(True)
 
 
-def _effective_batch_size(plan: Plan, batch_size: int) -> int:
-    forwards = plan.ddp.ranks[0].accumulation_steps
+def effective_batch_size_of(plan: Plan) -> int:
+    """Return the samples per optimizer step over all ranks. See `Context`."""
+    forwards, batch_size = plan.ddp.ranks[0].accumulation_steps, sum(rank.batch_size for rank in plan.ddp.ranks)
     for effective in (plan.ddp.effective_batch_size, plan.effective_batch_size):
         if batch_size <= effective and accumulation_steps(effective, batch_size) == forwards:
             return effective

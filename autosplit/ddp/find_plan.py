@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -54,15 +53,15 @@ def _newest_plan(world_size: int | None) -> tuple[Plan, Path]:
             code="no-profile-matches",
         )
     plan, path = found
-    # One tuning of several variants saves a plan for each, and the fastest one last.
-    others = itertools.islice(usable, max(1, len(plan.ways)))
-    if os.environ.get("RANK", "0") == "0" and any(_job_of(other) != _job_of(plan) for other, _ in others):
+    other = next(usable, None)
+    if os.environ.get("RANK", "0") == "0" and other is not None and _job_of(other[0]) != _job_of(plan):
         tell_of_newest(described(plan), path)
     return plan, path
 
 
 def _job_of(plan: Plan) -> tuple[object, ...]:
-    workload = {name: value for name, value in plan.workload.items() if name != "checkpointing"}
+    # `tune_best` saves a plan for each precision and each choice of checkpointed layers, and the fastest one last.
+    workload = {name: value for name, value in plan.workload.items() if name not in ("checkpointing", "precision")}
     return plan.machine, workload, plan.request
 
 

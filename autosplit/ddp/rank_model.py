@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -59,3 +60,15 @@ class RankModel(DistributedDataParallel):
                 "of each micro-batch again. Expected one wrapper. Use the result of ctx.wrap itself.",
                 code="model-wrapped-again",
             )
+
+
+def refuse_options(options: Iterable[str], call: Callable[..., Any], not_taken: Collection[str]) -> None:
+    """Raise InputError for options that `call` lacks in this torch version, or that are in `not_taken`."""
+    known = [name for name in inspect.signature(call).parameters if name not in not_taken]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise InputError(
+            f"{call.__name__} of torch {torch.__version__} has no option {', '.join(unknown)}. Expected one of: "
+            f"{', '.join(known)}. Leave unknown options out.",
+            code="fsdp-option-unknown",
+        )

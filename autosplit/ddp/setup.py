@@ -13,11 +13,11 @@ from typing import Any
 from torch import distributed as dist
 
 from autosplit.accelerators import backend, is_accelerator
+from autosplit.addons import addon
 from autosplit.ddp.context import Context
 from autosplit.ddp.device import agreed_backend, device_for, told_by_all
 from autosplit.ddp.failure import TOLD_AFTER_S, abort_group, is_failure, recorded, told_if_long
 from autosplit.ddp.find_plan import names_plan, plan_for_job
-from autosplit.ddp.other_devices import devices_of_job, own_device, plan_for_devices
 from autosplit.ddp.progress import Progress
 from autosplit.ddp.rendezvous import (
     Place,
@@ -97,7 +97,7 @@ def _joined(profile: Plan | str | os.PathLike[str] | None, elastic: bool, timeou
     store = None
     if elastic:
         store = None if dist.is_initialized() else _joined_store(place)
-        plan = plan_for_devices(plan, devices_of_job(own_device(plan, place), place, store))
+        plan = addon("plan_for_job_devices")(plan, place, store)
     if place.world_size != len(plan.ddp.ranks):
         count = len(plan.ddp.ranks)
         raise PlanError(

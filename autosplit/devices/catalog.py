@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from autosplit.devices.examination import Examination, cards_table, row_name
+from autosplit.addons import addon
 from autosplit.devices.host_memory import HOST_SHARE
 from autosplit.errors import DeviceError, shown
 from autosplit.files import read_bounded
@@ -192,7 +192,7 @@ def _catalog_with(path: str | None) -> Mapping[str, GpuSpec]:
     try:
         text = read_bounded(path, _MOST_BYTES).decode("utf-8")
         if text.lstrip().startswith("{"):  # output of `autosplit doctor --json`
-            given = msgspec.convert(cards_table(msgspec.json.decode(text, type=Examination)), type=_Table)
+            given = msgspec.convert(addon("cards_of_examination")(text), type=_Table)
         else:
             given = _table_of(text)
         others = _specs(given, table)
@@ -299,3 +299,10 @@ def find_card(name: str) -> GpuSpec:
         f"{row}. Then set {GPUS_VARIABLE}=gpus.toml.",
         code="gpu-name-unknown",
     )
+
+
+def row_name(name: str) -> str:
+    """Convert a GPU's name to the name of a catalogue row."""
+    name = re.sub(r"\((R|TM)\)", "", name)
+    plain = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name).strip("-")
+    return (plain if plain[:1].isalpha() else f"card-{plain}")[:60]

@@ -30,7 +30,7 @@ def started_nvml() -> tuple[Any, str]:
         nvml = importlib.import_module("pynvml")
     except ImportError:
         return None, (
-            "NVML is not installed, so utilisation, temperature and power are unknown. Run pip install nvidia-ml-py."
+            "NVML is not installed, so the memory of other processes is unknown. Run pip install nvidia-ml-py."
         )
     except Exception as error:  # noqa: BLE001 (NVML is optional, whatever error its module raises)
         return None, f"NVML cannot be imported ({first_line(error)}). Reinstall nvidia-ml-py."
@@ -49,7 +49,7 @@ def _nvml_start_problem(error: Exception) -> str:
         "NVMLError_NoPermission": ("this user may not access the NVIDIA driver", "Run as a user who may"),
     }
     reason, cure = reasons.get(type(error).__name__, (f"NVML does not start ({first_line(error)})", "Run nvidia-smi"))
-    return f"{reason}, so utilisation, temperature and power are unknown. {cure}."
+    return f"{reason}, so the memory of other processes is unknown. {cure}."
 
 
 def free_bytes_by_nvml(nvml: Any, uuid: str | None) -> int | None:

@@ -52,13 +52,14 @@ from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
 from autosplit.parallel.batch_counts import Count
 from autosplit.parallel.loss_graph import UnevenLossWarning
-from autosplit.parallel.oom_cuts import CutWarning, OnOom
+from autosplit.parallel.parts import OnOom
 from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combined_scope
 from autosplit.parallel.rebuilt_loader import is_shuffled
 from autosplit.parallel.step_listener import NoiseEstimate
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
 from autosplit.text import printable
+from autosplit.tools.oom_cuts import CutWarning
 
 __all__ = ["Accelerator", "CutWarning", "NoPlanWarning", "UnevenLossWarning"]
 

@@ -24,7 +24,8 @@ from autosplit.ddp.gradient_average import apart, average_gradients, refuse_meet
 from autosplit.errors import InputError
 from autosplit.integrations.weighted_backward import Weighed
 from autosplit.parallel.batch_counts import count_samples, counted
-from autosplit.parallel.oom_cuts import Attempt, Cuts, Part, run_in_parts
+from autosplit.parallel.parts import Part
+from autosplit.tools.oom_cuts import Attempt, Cuts, run_in_parts
 
 
 class CutSteps:

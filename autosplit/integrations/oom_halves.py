@@ -13,7 +13,8 @@ from autosplit.errors import InputError
 from autosplit.integrations.process_share import Share
 from autosplit.integrations.weighted_backward import Weighed
 from autosplit.parallel.batch_counts import Count, count_samples, counted
-from autosplit.parallel.oom_cuts import Attempt, Cuts, OnOom, Part, cuts_for
+from autosplit.parallel.parts import OnOom, Part
+from autosplit.tools.oom_cuts import Attempt, Cuts, cuts_for
 
 
 class CutBatches:

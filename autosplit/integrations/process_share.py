@@ -82,7 +82,7 @@ class Share:
 
     @property
     def cut_options(self) -> dict[str, Any]:
-        """The arguments of `autosplit.parallel.oom_cuts.Cuts` for this process's micro-batches."""
+        """The arguments of `autosplit.tools.oom_cuts.Cuts` for this process's micro-batches."""
         least = self.plan.ddp.least_batch if self.num_processes > 1 else least_share(self.plan)
         return {"dim": self.plan.batch_dim, "least": least, "note": partial(add_note_to_file, self.plan)}
 

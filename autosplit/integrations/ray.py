@@ -32,13 +32,13 @@ from torch import distributed as dist
 from autosplit.ddp.context import Context
 from autosplit.ddp.device import told_by_all
 from autosplit.ddp.find_plan import plan_for_job
-from autosplit.ddp.other_devices import RankDevice, plan_for_devices
 from autosplit.ddp.setup import setup as join
 from autosplit.devices.accelerator import visible_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import PlanDevice
 from autosplit.text import parse_bytes
+from autosplit.tools.other_devices import RankDevice, plan_for_devices
 from autosplit.tuning import tune as tuning
 
 MEMORY_LABEL = "autosplit/memory"

@@ -46,7 +46,7 @@ from autosplit.integrations.weighted_backward import weighted_backward
 from autosplit.parallel.batch_counts import Count, counted
 from autosplit.parallel.loss_graph import UnevenLossWarning
 from autosplit.parallel.loss_weights import IGNORED_LABEL
-from autosplit.parallel.oom_cuts import Attempt, CutWarning, OnOom, Part, cuts_for, run_in_parts
+from autosplit.parallel.parts import OnOom, Part
 from autosplit.parallel.rank_scope import (
     LossScope,
     checked_scope,
@@ -60,6 +60,7 @@ from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
 from autosplit.probe.loss_mean import SUM, TOLERANCE, Finding, Samples, count_by, examine_others, warn_of_finding
 from autosplit.rng import kept_rng
+from autosplit.tools.oom_cuts import Attempt, CutWarning, cuts_for, run_in_parts
 
 if TYPE_CHECKING:
     from transformers import Trainer as Mixed

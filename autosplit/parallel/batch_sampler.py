@@ -198,10 +198,6 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                     code="batchnorm-last-forward",
                 )
 
-    def follow(self, rank_slice: RankSlice) -> None:
-        """Cut micro-batches by another split, from the next iteration on. The order and the steps stay the same."""
-        self.rank_slice, self.batch_size = rank_slice, rank_slice.batch_size
-
     def check_sizes(self, batch_size: int, effective_batch_size: int) -> None:
         """Raise InputError if the sampler has other sizes."""
         for name, wanted, has in (

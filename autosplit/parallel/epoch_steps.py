@@ -14,8 +14,8 @@ from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.effective_batch import warn_of_short_dataset
 from autosplit.parallel.forgotten_calls import ForgottenCalls
 from autosplit.parallel.hidden_sampler import UnscheduledBatches
-from autosplit.parallel.oom_cuts import Cuts
 from autosplit.parallel.optimizer_steps import OptimizerStep
+from autosplit.parallel.parts import Cuts
 from autosplit.parallel.rank_scope import (
     OverRanks,
     normalised_over_ranks,

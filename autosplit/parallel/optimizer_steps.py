@@ -18,7 +18,7 @@ from autosplit.parallel.accumulation import Accumulation, WatchedParameter
 from autosplit.parallel.awaited_update import AwaitedUpdate, updates_so_far
 from autosplit.parallel.loss_weights import require_one_number
 from autosplit.parallel.moved_batch import to_device
-from autosplit.parallel.oom_cuts import Attempt, Cuts, Part
+from autosplit.parallel.parts import Attempt, Cuts, Part
 from autosplit.parallel.step_listener import NoiseEstimate, StepListener
 
 _MISSING = object()
@@ -245,7 +245,7 @@ class OptimizerStep:
                 "`for batch in step:`.",
                 code="attempt-without-batch",
             )
-        attempt = now.attempt = Attempt(now.part, self.cuts)
+        attempt = now.attempt = self.cuts.attempt(now.part)
         try:
             with attempt.running():
                 yield

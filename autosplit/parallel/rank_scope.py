@@ -25,14 +25,11 @@ def checked_scope(scope: LossScope | None) -> bool:
     return scope == "ranks"
 
 
-def refuse_combined_scope(
-    *, on_oom: str = "raise", noise_scale: bool = False, sums: bool = False, rebalances: bool = False
-) -> None:
+def refuse_combined_scope(*, on_oom: str = "raise", noise_scale: bool = False, sums: bool = False) -> None:
     """Raise InputError if an option cannot be combined with a loss that is normalised over the ranks."""
     for given, why in (
         ("on_oom='cut'" if on_oom == "cut" else "", "the ranks would run unequal numbers of collectives"),
         ("noise_scale" if noise_scale else "", "no rank has the mean gradient of its own samples"),
-        ("rebalance='auto'" if rebalances else "", "a rank may get no samples of a short micro-batch"),
         ("loss_reduction='sum'" if sums else "", "a sum is not divided by a number of all ranks"),
     ):
         if given:

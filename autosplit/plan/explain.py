@@ -40,7 +40,7 @@ GIB = 2**30
 _EXPLAINED = (
     *("split", "effective_batch_size", "samples_per_s", "even_samples_per_s", "region", "fit", "trials", "ddp"),
     *("effective_batch_sizes", "max_batch_size", "accumulates", "sample_batch_size", "simulated", "changes"),
-    *("loader_samples_per_s", "ways", "lengths", "fits"),
+    *("loader_samples_per_s", "lengths"),
 )
 """Fields that an explanation depends on, in addition to the devices."""
 
@@ -94,7 +94,7 @@ def _repeated(plan: PlanRecord) -> dict[str, Any]:
     numbers = ("samples_per_s", "loader_samples_per_s", "fastest", "effective_batch_size")
     backends = sorted({name for device in plan.devices for name in device.attention})
     return {
-        **{name: getattr(plan, name) for name in (*numbers, "simulated", "ways", "lengths", "fits")},
+        **{name: getattr(plan, name) for name in (*numbers, "simulated", "lengths")},
         "shares_processor": shares_processor(plan),
         "ddp_samples_per_s": plan.ddp.samples_per_s,
         "ddp_measured": plan.ddp.measured,

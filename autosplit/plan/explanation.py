@@ -12,10 +12,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from autosplit.solve.memory import Fits
-from autosplit.solve.padded_length import LengthPlan
+from autosplit.solve.length_plan import LengthPlan
 from autosplit.solve.trial import KNEE_SHARE
-from autosplit.text import bound_text, counted_text, percent_text, rate_text, size_text, tuple_text
+from autosplit.text import bound_text, counted_text, percent_text, rate_text, tuple_text
 
 ASSUMED_LOSS = "No loss was given, so the plan is for the mean of the model's outputs."
 
@@ -62,21 +61,6 @@ class Change:
 
     what: Changed
     device: str | None
-    samples_per_s: Annotated[float, Meta(gt=0)]
-
-
-@dataclass(frozen=True)
-class TunedWay:
-    """The result of one of several training options.
-
-    Attributes:
-        name: The precision or the checkpointed layers, as a string.
-        batch_size: Samples per forward of the option's plan.
-        samples_per_s: Throughput of the option's plan.
-    """
-
-    name: str
-    batch_size: Annotated[int, Meta(ge=1)]
     samples_per_s: Annotated[float, Meta(gt=0)]
 
 
@@ -200,9 +184,7 @@ class Explanation:
         ddp_measured: Whether the throughput of DDP was measured, rather than predicted.
         shares_processor: Whether the devices share one CPU. Then no gain over an even split or one device is claimed.
         simulated: Whether measured values were simulated.
-        ways: Results for each precision or choice of checkpointed layers, the plan's own result first.
         lengths: The gain of batches with similar lengths. None if no lengths were given.
-        fits: Memory that is left for saving, loading and evaluating. None if it was not requested.
         knee: Why the batch is not larger. None if an effective batch size was requested, or if no larger batch is
             faster.
         attention: The attention back ends that torch chooses, each with the devices that use it. Empty if they are
@@ -225,9 +207,7 @@ class Explanation:
     shares_processor: bool
     simulated: bool
     loader_samples_per_s: float | None = None
-    ways: tuple[TunedWay, ...] = ()
     lengths: LengthPlan | None = None
-    fits: Fits | None = None
     knee: Knee | None = None
     attention: dict[str, tuple[str, ...]] = field(default_factory=dict)
     effective_batch_size: int = 0
@@ -268,9 +248,7 @@ class Explanation:
         reasons, loader = self.reasons(), self._loader_text()
         texts = {
             "loss": ASSUMED_LOSS if self.assumes_loss else "",
-            "ways": _ways_text(self.ways),
             "lengths": "" if self.lengths is None else lengths_text(self.lengths),
-            "fits": "" if self.fits is None else fits_text(self.fits),
             "knee": "" if self.knee is None else _knee_text(self.knee),
             "bounds": " ".join(reasons),
             "even": self._even_text(known),
@@ -349,22 +327,6 @@ def _knee_text(knee: Knee) -> str:
         f"{knee.batch_size:,} is the smallest tried batch with {percent_text(KNEE_SHARE)} of the best throughput "
         f"({rate_text(knee.fastest_samples_per_s)} with {knee.fastest_batch_size:,})."
     )
-
-
-def _ways_text(ways: tuple[TunedWay, ...]) -> str:
-    texts = [f"{way.name}: {rate_text(way.samples_per_s)} with {way.batch_size:,} per forward" for way in ways]
-    return f"Chose {texts[0]}. Also tried {'; '.join(texts[1:])}." if len(texts) > 1 else ""
-
-
-def fits_text(fits: Fits) -> str:
-    """Describe the memory that is left for saving, loading and evaluating."""
-    names = {"resume": "loading a checkpoint", "save": "a copy of model and optimizer that is being saved"}
-    copies = " and for ".join(names[role] for role in fits.roles if role in names)
-    texts = [f"Each step leaves {size_text(fits.copies_bytes)} free for {copies}."] if copies else []
-    if fits.evaluation:
-        most = ", ".join(f"{ceiling.batch_size:,} on {ceiling.device}" for ceiling in fits.evaluation)
-        texts.append(f"If each device evaluates alone, as a DDP rank, batches of up to {most} fit.")
-    return " ".join(texts)
 
 
 def loader_target(samples_per_s: float, lengths: LengthPlan | None) -> float:

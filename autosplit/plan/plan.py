@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from autosplit.accelerators import is_accelerator, moved
+from autosplit.addons import addon
 from autosplit.errors import DeviceError
 from autosplit.plan.explanation import ASSUMED_LOSS, Explanation
 from autosplit.plan.record import (
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader
 
+    from autosplit.integrations.exported import Export
     from autosplit.parallel.balanced import BalancedDataParallel
     from autosplit.parallel.batch_sampler import ScheduledBatchSampler
     from autosplit.parallel.epoch_steps import Steps
     from autosplit.parallel.step_listener import NoiseEstimate
-    from autosplit.parallel.token_sampler import TokenBatchSampler
-    from autosplit.plan.exported import Export
-    from autosplit.plan.goodput import Goodput
     from autosplit.plan.split_comparison import SplitComparison
     from autosplit.runtime.memory_tracker import Tracker
+    from autosplit.tools.goodput import Goodput
+    from autosplit.tools.token_sampler import TokenBatchSampler
 
 
 @dataclass(frozen=True, repr=False)
@@ -131,9 +132,7 @@ class Plan(PlanRecord):
             InputError: The noise scale is not finite, because it has too few steps or the gradients are mostly noise.
             PlanError: The plan has no fit.
         """
-        from autosplit.plan.goodput import goodput_of
-
-        return goodput_of(self, noise_scale)
+        return addon("goodput_of")(self, noise_scale)  # type: ignore[no-any-return]
 
     def plot(self) -> Figure:
         """Draw the plan for a notebook or a paper: the memory of each device, and samples/s by batch size.
@@ -149,9 +148,7 @@ class Plan(PlanRecord):
         Raises:
             InputError: matplotlib is not installed (the extra ``plot``).
         """
-        from autosplit.plan.charts import figure_of
-
-        return figure_of(self)
+        return addon("figure_of")(self)  # type: ignore[no-any-return]
 
     def export(self, to: str, *, path: str | os.PathLike[str] | None = None) -> Export:
         """Convert the plan into the settings of another tool.
@@ -175,9 +172,7 @@ class Plan(PlanRecord):
             PlanError: The tool runs DDP, and the plan has no ranks. Or the tool can't start the plan's machines.
             DeviceError: A format that starts a job was requested for simulated GPUs.
         """
-        from autosplit.plan.export import export
-
-        return export(self, to, path=path)
+        return addon("export")(self, to, path=path)  # type: ignore[no-any-return]
 
     # Training with the plan
 
@@ -294,9 +289,7 @@ class Plan(PlanRecord):
             InputError: A length is greater than the plan's, or not a whole number of 1 or more. Or the model has
                 BatchNorm layers, which need more than one sample and include padding.
         """
-        from autosplit.parallel.token_sampler import TokenBatchSampler
-
-        made = TokenBatchSampler(
+        made: TokenBatchSampler = addon("token_sampler")(
             required_lengths(self),
             lengths,
             self.split,
@@ -406,10 +399,10 @@ class Plan(PlanRecord):
         from autosplit.parallel.batch_sampler import ScheduledBatchSampler
         from autosplit.parallel.effective_batch import compared
         from autosplit.parallel.epoch_steps import Steps, steps
-        from autosplit.parallel.oom_cuts import cuts_for
+        from autosplit.parallel.parts import cuts_of
 
         note = partial(add_note_to_file, self)
-        cuts = cuts_for(loader, on_oom, dim=self.batch_dim, least=least_share(self), count=count, note=note)
+        cuts = cuts_of(loader, on_oom, dim=self.batch_dim, least=least_share(self), count=count, note=note)
         made = steps(
             loader,
             batch_size=self.batch_size,

@@ -17,12 +17,12 @@ from msgspec import Meta
 from autosplit.errors import PlanError
 from autosplit.files import profile_with_key, read_bounded, replace_file, what_stands_at
 from autosplit.notes import Note
-from autosplit.plan.explanation import Change, Explained, TunedWay
+from autosplit.plan.explanation import Change, Explained
+from autosplit.plan.loader_settings import LoaderSettings
 from autosplit.plan.validation import PRECISIONS, control_character, fits_devices, unfit_number, unsound_part
 from autosplit.probe.check_result import Check
-from autosplit.probe.loader_result import LoaderSettings
-from autosplit.solve.memory import Ceiling, Fits, MemoryParts, Region
-from autosplit.solve.padded_length import LengthPlan
+from autosplit.solve.length_plan import LengthPlan
+from autosplit.solve.memory import Ceiling, MemoryParts, Region
 from autosplit.solve.split import accumulation_steps
 from autosplit.solve.step_time import Fit
 from autosplit.solve.trial import Trial
@@ -202,10 +202,7 @@ class PlanRecord:
         loader_settings: The fastest settings of the data loader. None if `tune` got no loader.
         loader_samples_per_s: Throughput of the data loader over all processes. None if `tune` got no loader.
         lengths: The plan for samples of different lengths. None if `tune` got no lengths.
-        fits: Memory that is left for saving, loading and evaluating. None if it was not requested.
         checkpointed: Names of the layers that `Plan.wrap` and `autosplit.ddp` checkpoint.
-        ways: Results of each precision or choice of checkpointed layers, the plan's own result first. Empty if there
-            was only one choice.
         explained: The stored explanation, or None. Comparisons of plans ignore it.
         schema_version: Version of the JSON.
     """
@@ -245,9 +242,7 @@ class PlanRecord:
     loader_settings: LoaderSettings | None = None
     loader_samples_per_s: Annotated[float, Meta(gt=0)] | None = None
     lengths: LengthPlan | None = None
-    fits: Fits | None = None
     checkpointed: tuple[str, ...] = ()
-    ways: tuple[TunedWay, ...] = ()
     explained: Explained | None = field(default=None, compare=False, repr=False)
     schema_version: int = SCHEMA_VERSION
 
@@ -277,8 +272,6 @@ class PlanRecord:
         self._require(others in (0, len(self.split)), "region", f"ceilings for {len(self.split) - 1} other devices")
         self._require(fits_devices(self.fit, len(self.split)), "fit", f"{len(self.split)} curves of measured times")
         self._require(self.lengths is None or self.lengths.is_sound, "lengths", "points of falling length")
-        evaluation = 0 if self.fits is None else len(self.fits.evaluation)
-        self._require(evaluation in (0, len(self.split)), "fits", f"an evaluation on each of {len(self.split)} devices")
         unfit = unfit_number(self)
         if unfit is not None:
             raise PlanError(

@@ -56,6 +56,5 @@ def shareable(plan: P) -> P:
             ranks=tuple(replace(one, ceiling=quiet(one.ceiling)) for one in plan.ddp.ranks),
         ),
         trials=tuple(replace(one, failure=one.failure and redacted(one.failure)) for one in plan.trials),
-        fits=plan.fits and replace(plan.fits, evaluation=tuple(map(quiet, plan.fits.evaluation))),
         notes=clean(plan.notes),
     )

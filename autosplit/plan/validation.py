@@ -75,13 +75,11 @@ def _unknown_values(plan: Any, _count: int) -> Iterator[str]:
         if not _KIND.fullmatch(kind):
             yield f"a device's kind is {kind!r:.60}, expected a device type of torch, such as 'cuda', or 'sim'"
     request, workload = plan.request, plan.workload
-    roles = () if plan.fits is None else plan.fits.roles
     for name, values, known in (
         ("request.strategy", [request.get("strategy", "auto")], ("auto", "balanced", "ddp")),
         ("workload.precision", [workload.get("precision")], (None, *PRECISIONS)),
         ("workload.loss_reduction", [workload.get("loss_reduction", "mean")], ("mean", "sum")),
         ("workload.loss_scope", [workload.get("loss_scope", "sample")], ("sample", "batch")),
-        ("fits.roles", roles, ("resume", "save", "eval")),
         ("attention", [one for device in plan.devices for one in device.attention], _ATTENTION),
         ("explained.attention", [] if plan.explained is None else plan.explained.explanation.attention, _ATTENTION),
     ):

@@ -66,7 +66,7 @@ def find_ceiling(
         raise InputError(
             f"{len(request.devices)} devices are given. Expected one. Call find_ceiling for each.", code="one-device"
         )
-    asked, held = role, {"fits": (role,)} if role in COPYING else {}
+    asked, held = role, {"held": (role,)} if role in COPYING else {}
     role = "rank" if held else role
     source = workload_source(workload, None, held)
     devices: tuple[Device, ...] = request.devices

@@ -197,7 +197,7 @@ class Prober:
             evaluates = shape.arrangement == "eval"
             # The first step creates the optimizer state. If `fits` has "resume" or "save", the second step begins by
             # making their copies. So only a third step finds the memory unchanged, which ends the measurement.
-            first = 3 if copying(self.tracer.workload.fits) else 2
+            first = 3 if copying(self.tracer.workload.held) else 2
             self.count(1 if self._has_state or evaluates else first)
             self._has_state = self._has_state or not evaluates
             return self.runtime.peaks(shape)

@@ -63,7 +63,6 @@ class Request:
             None for one forward of any size.
         max_batch_size: Largest batch of a forward. None for no limit.
         deadline: The time after which no trial begins.
-        storage: Optuna URL of the study. None to keep the study in memory.
         sampler: An Optuna sampler, or None to use the cost model.
         reserve: The reserve as the user passed it. In bytes, it may depend on the free memory of a GPU.
     """
@@ -75,7 +74,6 @@ class Request:
     effective_batch_sizes: tuple[int, int] | None
     max_batch_size: int | None
     n_trials: int
-    storage: str | None
     profile: str
     name: str | None
     seed: int
@@ -128,7 +126,6 @@ def checked_request(
     reserve: str | float | None = None,
     n_trials: int = 1,
     time_limit_s: float | None = None,
-    storage: str | None = None,
     sampler: Any = None,
     profile: str = "off",
     name: str | None = None,
@@ -146,12 +143,6 @@ def checked_request(
     if whole_number("seed", seed, minimum=0) >= 2**32:  # numpy, which Optuna uses, has this limit.
         raise InputError(f"seed is {seed}. Expected a whole number below {2**32}. Use a smaller one.", code="seed")
     _check_time_limit(time_limit_s)
-    if storage is not None and not isinstance(storage, str):
-        raise InputError(
-            f"storage is {storage!r}. Expected an Optuna URL, such as 'sqlite:///study.db'. Pass a URL, or leave "
-            "storage out.",
-            code="storage-type",
-        )
     if isinstance(sampler, type) or not (sampler is None or callable(getattr(sampler, "sample_independent", None))):
         raise InputError(
             f"sampler is {shown(sampler)}. Expected an Optuna sampler, such as optuna.samplers.RandomSampler(seed=0). "
@@ -169,7 +160,6 @@ def checked_request(
         effective_batch_sizes=effective_range(effective_batch_size),
         max_batch_size=max_batch_size,
         n_trials=n_trials,
-        storage=storage,
         profile=profile,
         name=name,
         seed=seed,

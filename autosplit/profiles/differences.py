@@ -129,7 +129,7 @@ def _of_workload(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     same_size = before.get("sample_batch_size") == now.get("sample_batch_size")
     batch = "sample_batch" if same_size else "sample_batch_size"
     # Only some workloads have the last two parts.
-    others = ("precision", "loss_reduction", "loss_scope", "batch_dim", "checkpointing", "fits")
+    others = ("precision", "loss_reduction", "loss_scope", "batch_dim", "checkpointing")
     return told + _differing((batch, "optimizer", *_FUNCTIONS, *others), before, now)
 
 

@@ -93,9 +93,7 @@ def workload_of(workload: Workload) -> dict[str, Any]:
     plain = ("precision", "loss_reduction", "loss_scope", "batch_dim")
     if workload.checkpointing is not None:
         described["checkpointing"] = str(workload.checkpointing)
-    if workload.fits:
-        described["fits"] = ", ".join(workload.fits)
-    if "eval" in workload.fits and workload.evaluate is not None:
+    if "eval" in workload.held and workload.evaluate is not None:
         described["evaluate"] = digest_of(Describer().of(workload.evaluate))
     return {**described, **{name: getattr(workload, name) for name in plain}}
 

@@ -91,16 +91,8 @@ def _remade(
             plan.devices, lack.capacities_bytes, solution.split, peaks, plan.fit.step_time.curves, ceilings, strict=True
         )
     )
-    fits = plan.fits and replace(
-        plan.fits,
-        evaluation=tuple(
-            ceiling.with_capacity(capacity, ceiling.most_within(capacity, ceiling.batch_size))
-            for ceiling, capacity in zip(plan.fits.evaluation, lack.capacities_bytes, strict=False)
-        ),
-    )
     return replace(
         plan,
-        fits=fits,
         lengths=None,  # lengths belong to the other split
         split=solution.split,
         gpu0_bsz=solution.split[0],

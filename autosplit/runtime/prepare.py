@@ -36,7 +36,6 @@ from autosplit.runtime.tracer import Tracer, make_device_tracer, make_tracer
 from autosplit.text import size_text
 from autosplit.torch_versions import FakeTensor
 from autosplit.workload.compiled import fused_share_of
-from autosplit.workload.sequence_length import at_length
 from autosplit.workload.workload import PRECISIONS, Workload, modules_of, precision_name
 
 if TYPE_CHECKING:
@@ -122,8 +121,8 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
     """Make a source from `tune`'s first arguments.
 
     Args:
-        described: The workload's other keywords. None counts as missing. `precision`, `checkpointing` and `fits`
-            override a Workload's values. `length` is the sequence length of the samples.
+        described: The workload's other keywords. None counts as missing. `precision`, `checkpointing` and `held`
+            override a Workload's values.
     """
     if isinstance(torch.empty(0), FakeTensor):
         raise InputError(
@@ -133,7 +132,7 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
         )
     options = {name: value for name, value in described.items() if value is not None}
     changes: dict[str, Any] = {
-        name: options.pop(name) for name in ("precision", "checkpointing", "fits", "length") if name in options
+        name: options.pop(name) for name in ("precision", "checkpointing", "held") if name in options
     }
     if sample_batch is not None:
         if isinstance(given, Workload):
@@ -166,13 +165,7 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
 def _built_with(build: Callable[[], Workload], changes: Mapping[str, Any]) -> Workload:
     built = build()
     # `_built` raises for a function that returns something other than a Workload.
-    return _with(built, changes) if isinstance(built, Workload) else built
-
-
-def _with(workload: Workload, changes: Mapping[str, Any]) -> Workload:
-    fields = {name: value for name, value in changes.items() if name != "length"}
-    changed = replace(workload, **fields) if fields else workload
-    return at_length(changed, changes["length"]) if "length" in changes else changed
+    return replace(built, **changes) if isinstance(built, Workload) else built
 
 
 def _changed(source: Source, changes: Mapping[str, Any]) -> Source:
@@ -184,7 +177,9 @@ def _changed(source: Source, changes: Mapping[str, Any]) -> Source:
         )
     if not changes:
         return source
-    return _with(source, changes) if isinstance(source, Workload) else functools.partial(_built_with, source, changes)
+    if isinstance(source, Workload):
+        return replace(source, **changes)
+    return functools.partial(_built_with, source, changes)
 
 
 def build(source: Source, devices: Sequence[Device]) -> Built:

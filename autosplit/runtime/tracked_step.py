@@ -100,9 +100,9 @@ def run_placed(
     """
     sizes = [sum(split) for split in shape.splits]
     evaluates = shape.arrangement == "eval"
-    if evaluates and "eval" in trainee.workload.fits:  # evaluation must fit in addition to the training state
+    if evaluates and "eval" in trainee.workload.held:  # evaluation must fit in addition to the training state
         trainee.begin_state()
-    with_state = shape.updates and (not evaluates or "eval" in trainee.workload.fits)
+    with_state = shape.updates and (not evaluates or "eval" in trainee.workload.held)
     models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0], [trainee.device]))
     try:
         with trainee.fake_mode or nullcontext():

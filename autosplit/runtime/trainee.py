@@ -125,7 +125,7 @@ class Trainee:
         return [value for optimizer in self.optimizers.items for value in state_tensors(optimizer)]
 
     def _copy_what_has_to_fit(self) -> None:
-        wanted = copying(self.workload.fits)
+        wanted = copying(self.workload.held)
         if self.copies[0] or not wanted:
             return
         held = self.held()

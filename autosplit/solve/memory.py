@@ -102,27 +102,6 @@ class Ceiling:
 
 
 @dataclass(frozen=True)
-class Fits:
-    """Memory that a plan leaves free for saving, loading or evaluating during training.
-
-    Attributes:
-        roles: The requested roles, from ``"resume"``, ``"save"`` and ``"eval"``.
-        copies_bytes: Bytes of the copies for resuming and saving, on device 0 or on each rank, throughout a step.
-        evaluation: Ceilings of a forward without gradients on each device, in addition to the memory that a DDP rank
-            keeps between steps. Empty if ``"eval"`` was not requested.
-    """
-
-    roles: tuple[str, ...]
-    copies_bytes: int = 0
-    evaluation: tuple[Ceiling, ...] = ()
-
-    @property
-    def eval_batch_size(self) -> int | None:
-        """The largest batch that every device can evaluate, or None if ``"eval"`` was not requested."""
-        return min((ceiling.batch_size for ceiling in self.evaluation), default=None)
-
-
-@dataclass(frozen=True)
 class MemoryParts:
     """The parts of a device's peak memory, at the moment of a step with the highest use.
 

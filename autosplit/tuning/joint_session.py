@@ -26,7 +26,7 @@ from autosplit.solve.timed_sizes import TimedSize, curve_of, pooled
 from autosplit.solve.trial import LEAST_MEASURED_DIFFERENCE, Trial
 from autosplit.tuning.assemble import Answer, accumulates, measured_ranks, rank_answer, residuals_of, why_no_ranks
 from autosplit.tuning.peers import Failure
-from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session, evaluation_of, most_steps
+from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session, most_steps
 from autosplit.tuning.worker import Worker
 
 LEAST_SEEN = 0.05
@@ -49,7 +49,6 @@ class Measured:
     unused: bool
     steps: int
     ooms: int
-    evaluation: Ceiling | None
 
 
 class JointSession(Session):
@@ -58,7 +57,6 @@ class JointSession(Session):
     ranks: tuple[Measured, ...] = ()
 
     def _begin(self) -> None:
-        self._open_storage()
         why_not = why_no_ranks(self.request, self.workload, (), 1)
         if why_not is not None:
             raise WorkloadError(f"DDP can't train this workload: {why_not}.", code="no-ddp-plan")
@@ -92,16 +90,11 @@ class JointSession(Session):
 
     def _measured_alone(self) -> list[Measured]:
         """Let every rank measure its own device. All ranks do this at the same time, as in training."""
-        count, largest = len(self.request.devices), self.request.largest_batch
-        left = [None if self.store is None else self.store.get(f"{rank} rank", largest) for rank in range(count)]
+        count = len(self.request.devices)
         needed = 0 if self.may_accumulate else -(-self.request.least_effective // count)
-        found = self.workers.ask(_ceiling, left, needed, accumulates(self.request, self.workload))
-        self.recalled = sum(ceiling == known for (ceiling, _), known in zip(found, left, strict=True))
-        if self.store is not None and not self.prober.out_of_time:
-            for rank, (ceiling, _) in enumerate(found):
-                self.store.put(f"{rank} rank", ceiling)
+        found = self.workers.ask(_ceiling, needed, accumulates(self.request, self.workload))
         self.stage = "times"
-        return self.workers.ask(_measured, found, self.request.max_batch_size)
+        return self.workers.ask(_measured, found)
 
     def _least_batch(self) -> int:
         return max(rank.least_batch for rank in self.ranks)
@@ -185,7 +178,6 @@ class JointSession(Session):
         assert steps is not None, "`begin_steps` sets it on all ranks"
         text = f"With strategy 'ddp', {count} ranks ran all measured steps together."
         plan = super()._assembled(answer, *notes, Note("ddp-measured", text))
-        plan = self._with_evaluation(plan, [rank.evaluation for rank in self.ranks])
         return replace(
             plan,
             real_steps=sum(rank.steps for rank in self.ranks) + count * steps.steps,
@@ -201,30 +193,23 @@ class JointSession(Session):
 # Run by each rank
 
 
-def _ceiling(
-    worker: Worker, left: list[Ceiling | None], needed: int, accumulates: bool
-) -> tuple[Ceiling, tuple[TimedSize, ...]]:
-    """Find this rank's ceiling, or reuse it from a search that was killed. On a plain CPU, also return its times."""
-    prober, known = worker.prober, left[worker.peers.rank]
+def _ceiling(worker: Worker, needed: int, accumulates: bool) -> tuple[Ceiling, tuple[TimedSize, ...]]:
+    """Find this rank's ceiling. On a plain CPU, also return its times."""
+    prober = worker.prober
     if prober.limited_by_time:
         curve, found = ceiling_by_time(prober, needed, "rank")
         return found, tuple(TimedSize(samples, seconds) for samples, seconds in curve.points)
-    if known is not None and known.capacity_bytes == prober.runtime.capacities_bytes[0]:
-        return known, ()
     found = ceiling_of(prober, 0, "rank", accumulates=accumulates)
     if found.batch_size == 0:
         raise does_not_fit(prober, 0)
     return found, ()
 
 
-def _measured(
-    worker: Worker, found: list[tuple[Ceiling, tuple[TimedSize, ...]]], max_batch_size: int | None
-) -> Measured:
+def _measured(worker: Worker, found: list[tuple[Ceiling, tuple[TimedSize, ...]]]) -> Measured:
     prober = worker.prober
     own, timed = found[worker.peers.rank]
     if not timed:
         timed = tuple(timed_sizes(prober, 0, own.batch_size, role="rank", budget_s=POINT_BUDGET_S))
-    evaluation = evaluation_of(worker, 0, max_batch_size)
     return Measured(
         own,
         timed,
@@ -233,7 +218,6 @@ def _measured(
         prober.tracer.leaves_unused(),
         prober.counts.steps,
         prober.counts.ooms,
-        evaluation,
     )
 
 

@@ -29,6 +29,10 @@ _MEANT = {
     **dict.fromkeys(("timeout", "timeout_s", "time_limit"), "time_limit_s"),
     **dict.fromkeys(("batch", "data", "sample"), "sample_batch"),
     **dict.fromkeys(("loader", "dataloader", "train_loader"), "autosplit.fit_to_loader(plan, loader) with the plan"),
+    "lengths": "autosplit.tune_lengths(model, sample_batch, lengths=...)",
+    "checkpointing": "autosplit.tune_best(model, sample_batch, checkpointing=...)",
+    "fits": "autosplit.find_ceiling(workload, role='resume'), 'save' or 'eval'",
+    "storage": "plan.trials, which has every trial",
 }
 """Replacements for keywords of other tools and of older versions."""
 
@@ -58,10 +62,10 @@ def refuse_unknown(call: Callable[..., Any], given: Iterable[str], *forwarded: C
         if name in known:
             continue
         close = difflib.get_close_matches(name, known, 1)
-        if name in (field.name for field in fields(Workload) if field.init):
-            advice = f"It describes the workload: pass Workload(model, sample_batch, {name}=...)"
-        elif name in _MEANT and _MEANT[name] != name:
+        if name in _MEANT and _MEANT[name] != name:
             advice = f"Use {_MEANT[name]}"
+        elif name in (field.name for field in fields(Workload) if field.init):
+            advice = f"It describes the workload: pass Workload(model, sample_batch, {name}=...)"
         else:
             advice = f"Use {close[0]}" if close else f"It has {', '.join(known)}"
         raise ArgumentError(f"{name}= is not an argument of {call.__name__}(). {advice}.", code="argument-unknown")

@@ -33,7 +33,7 @@ from autosplit.tuning.assemble import (
 )
 from autosplit.tuning.memory_bounds import MemoryBounds
 from autosplit.tuning.sensitivity import simulated_changes
-from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session, evaluation_of
+from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session
 from autosplit.workload.compiled import compiled_times_note, has_compiled_parts
 from autosplit.workload.workload import modules_of
 
@@ -88,8 +88,6 @@ class LoneSession(Session):
                 f"must run all samples. Raise max_batch_size to {least}, or lower effective_batch_size.",
                 code="forward-too-small",
             )
-        if self.request.strategy != "ddp":
-            self._open_storage()
         if self.request.simulated and self.prober.largest_traced < self.request.largest_batch:
             self.prober.max_batch_size = self.prober.largest_traced
             text = (
@@ -99,12 +97,9 @@ class LoneSession(Session):
             self.notes.append(Note("larger-batches-not-tried", text))
 
     def _found(self) -> Plan:
-        self.memory = MemoryBounds(self.request, self.worker, self.store)
+        self.memory = MemoryBounds(self.request, self.worker)
         try:
             plan = self._ddp_plan() if self.request.strategy == "ddp" else self._balanced_plan()
-            most = self.request.max_batch_size
-            found = [evaluation_of(self.worker, index, most) for index in range(len(self.request.devices))]
-            plan = self._with_evaluation(plan, found)
             if any(map(has_compiled_parts, modules_of(self.workload))):
                 plan = with_notes(plan, last=[self.compiled_note(max(plan.split))])
             self._say("done", "done", 1.0)
@@ -124,10 +119,8 @@ class LoneSession(Session):
             step_time,
             tells_apart=LEAST_DIFFERENCE if self.runtime.simulated else LEAST_MEASURED_DIFFERENCE,
         )
-        self.recalled = self.memory.recalled
         best = self._searched()
         self._confirm()
-        self.memory.store = None
         self._doubt_the_times()
         matters = self.memory.replicas and not self.runtime.shares_processor and not self.prober.out_of_time
         even_rate = self._even_rate(best) if matters else None

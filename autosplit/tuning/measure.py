@@ -34,7 +34,7 @@ from autosplit.tuning.progress import Progress
 from autosplit.tuning.sensitivity import simulated_without
 from autosplit.tuning.session import MOST_FORWARDS, POINT_BUDGET_S, TRIAL_BUDGET_S
 from autosplit.tuning.tune import NO_GPU_NOTE, devices_of_process, quiet, session_of, users_code_named, worker_for
-from autosplit.tuning.worker import Job, Variant, Worker, Workers, drive
+from autosplit.tuning.worker import Job, Worker, Workers, drive
 from autosplit.workload.compiled import has_compiled_parts
 from autosplit.workload.workload import Workload, modules_of
 
@@ -104,7 +104,7 @@ def measure(
         "precision": precision,
     }
 
-    def source_of(_variant: Variant) -> Source:
+    def source_of(_number: int) -> Source:
         return workload_source(model_or_workload, sample_batch, described)
 
     with worker_for(request, source_of, isolate=isolate) as worker, users_code_named():
@@ -113,8 +113,7 @@ def measure(
 
 def _measured(workers: Workers, split: Any, accumulation_steps: int, tell: Callable[[Progress], None]) -> MeasuredStep:
     job = workers.job
-    workers.ask(Worker.prepare, [Variant()])
-    workers.ask(Worker.build, 0)
+    workers.ask(Worker.build)
     asked = _checked(split, accumulation_steps, job, workers.own.built.workload)
     most = sum(asked.split)
     key = ProfileKey(job.machine, {}, {})

@@ -11,7 +11,6 @@ from autosplit.probe.primary_memory import primary_fit, room_beside
 from autosplit.probe.request import Request
 from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.solve.memory import Ceiling, MemoryFit, Region, Role
-from autosplit.solve.optuna_search import CeilingStore
 from autosplit.solve.search_space import Space
 from autosplit.solve.solver import WITHIN_REACH, Solver
 from autosplit.solve.split import proportional_split
@@ -25,20 +24,16 @@ from autosplit.tuning.worker import Worker
 class MemoryBounds:
     """Find ceilings, and the splits that fit.
 
-    Args:
-        store: Saves ceilings, so that a search that was killed can resume.
-
     Attributes:
         primary: Device 0's ceiling if the other devices have no samples.
         replicas: The other devices' ceilings as replicas.
         primary_kept: Like `primary`, in steps of several micro-steps. Set only if there are no replicas.
         kept: Like `replicas`, in steps of several micro-steps.
-        recalled: Number of ceilings that came from the storage of a search that was killed.
         plain_cpu_curve: The times of a CPU without a budget. They limit its ceiling.
     """
 
-    def __init__(self, request: Request, worker: Worker, store: CeilingStore | None = None) -> None:
-        self.request, self.prober, self.store = request, worker.prober, store
+    def __init__(self, request: Request, worker: Worker) -> None:
+        self.request, self.prober = request, worker.prober
         self.why_single = why_single(worker.workload)
         self.accumulates = accumulates(request, worker.workload)
         self.capacities_bytes = self.prober.runtime.capacities_bytes
@@ -46,7 +41,6 @@ class MemoryBounds:
         self.replicas: tuple[Ceiling, ...] = ()
         self.primary_kept: Ceiling | None = None
         self.kept: tuple[Ceiling, ...] | None = None
-        self.recalled = 0
         self.plain_cpu_curve: TimeCurve | None = None
 
     # Single devices
@@ -91,16 +85,7 @@ class MemoryBounds:
     def _ceiling(
         self, index: int, role: Role, *, elsewhere: tuple[int, ...] = (), accumulates: bool = False, **near: Any
     ) -> Ceiling:
-        """Return a ceiling from the storage of a search that was killed, or else find it, see `ceiling_of`."""
-        key = f"{index} {role} {elsewhere} {accumulates}"
-        known = None if self.store is None else self.store.get(key, self.request.largest_batch)
-        if known is not None and known.capacity_bytes == self.capacities_bytes[index]:
-            self.recalled += 1
-            return known
-        found = ceiling_of(self.prober, index, role, elsewhere=elsewhere, accumulates=accumulates, **near)
-        if self.store is not None and not self.prober.out_of_time:
-            self.store.put(key, found)
-        return found
+        return ceiling_of(self.prober, index, role, elsewhere=elsewhere, accumulates=accumulates, **near)
 
     # In steps of several micro-steps
 

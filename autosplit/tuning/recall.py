@@ -113,10 +113,9 @@ def recalled_in_turn(key: ProfileKey, request: Request, turn: Turn, workers: Wor
     return replace(again, wait_notes=turn.notes, trouble=turn.trouble)
 
 
-def nothing_run(found: Recalled, request: Request) -> Note:
+def nothing_run(found: Recalled) -> Note:
     """Return the note of a plan that comes from a profile."""
-    unused = "" if request.storage is None else ", and the storage was not opened"
-    return Note("from-profile", f"{found.origin}. autosplit ran no step{unused}. {REFRESH_HINT}")
+    return Note("from-profile", f"{found.origin}. autosplit ran no step. {REFRESH_HINT}")
 
 
 def turn_for(key: ProfileKey, request: Request, tell: Callable[[str], None]) -> Turn:

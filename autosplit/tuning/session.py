@@ -12,15 +12,12 @@ from autosplit.errors import AutosplitError, InputError
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
-from autosplit.probe.ceilings import ceiling_of
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_check import checks_for, not_checked
-from autosplit.probe.request import LARGEST_LOOKED_AT, Request
+from autosplit.probe.request import Request
 from autosplit.profiles.key import ProfileKey
-from autosplit.runtime.memory_tracker import rounded
 from autosplit.runtime.protocol import Measurement
-from autosplit.solve.memory import Ceiling, Fits
-from autosplit.solve.optuna_search import CeilingStore, search
+from autosplit.solve.optuna_search import search
 from autosplit.solve.proposals import PATIENCE, Proposer, steadied
 from autosplit.solve.search_space import Configuration
 from autosplit.solve.solver import Solver
@@ -29,8 +26,7 @@ from autosplit.solve.trial import Trial, best_trial, configuration_of
 from autosplit.text import prose
 from autosplit.tuning.assemble import Answer, accumulates, assembled, idle_notes, why_single
 from autosplit.tuning.progress import Progress, fraction_of, searched_share
-from autosplit.tuning.worker import Worker, Workers
-from autosplit.workload.workload import copying
+from autosplit.tuning.worker import Workers
 
 _log = logging.getLogger(__name__)
 
@@ -72,14 +68,10 @@ class Session(ABC):
         self.notes = [*notes]
         self.workload, self.prober = self.worker.workload, self.worker.prober
         self.prober.report = self._report
-        self.study_name = f"{request.name or 'autosplit'}-{key.digest}"
-        self.store: CeilingStore | None = None
-        self.recalled = 0  # Number of ceilings from the storage of a search that was killed.
         self.stage = "ceilings"
         self._reports: Counter[str] = Counter()  # Number of reports by stage.
         self.checks: tuple[Check, ...] = ()
         self.trials: list[Trial] = []
-        self.evaluated = 0  # Number of trials of this search. The other trials come from a search that was killed.
 
     def plan(self) -> Plan:
         """Measure, search, and make the plan.
@@ -89,10 +81,7 @@ class Session(ABC):
         """
         self._begin()
         self._check()
-        plan = self._found()
-        if plan.complete:
-            self._end_search()
-        return plan
+        return self._found()
 
     @property
     def may_accumulate(self) -> bool:
@@ -103,7 +92,7 @@ class Session(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Open the storage. Raise an error if the workload can't be tuned."""
+        """Raise an error if the workload can't be tuned."""
 
     @abstractmethod
     def _found(self) -> Plan:
@@ -126,14 +115,6 @@ class Session(ABC):
         return PATIENCE
 
     # Before the search
-
-    def _open_storage(self) -> None:
-        if self.request.storage is not None:
-            self.store = CeilingStore(self.request.storage, self.study_name)
-
-    def _end_search(self) -> None:
-        if self.store is not None:
-            self.store.end()
 
     def _check(self) -> None:
         """Check whether splitting the batch changes the training. Rank 0 checks for all ranks."""
@@ -172,28 +153,16 @@ class Session(ABC):
             seed=self.request.seed,
             sampler=self.request.sampler,
             deadline_s=self.request.deadline.end_s,
-            storage=self.request.storage,
-            study_name=self.study_name,
             on_trial=self._keep,
-            on_trouble=self.notes.append,
         )
-        kept = len(self.trials) - self.evaluated
-        if kept:
-            text = f"{kept} of {len(self.trials)} trials come from the storage of an interrupted search."
-            self.notes.append(Note("trials-from-storage", text))
-        if self.recalled:
-            text = f"{self.recalled} ceilings come from the storage of an interrupted search."
-            self.notes.append(Note("ceilings-from-storage", text))
         best = self._best_trial()
         if best is None:
-            self._end_search()  # More memory may be free in the next run.
             raise self._nothing_fits()
         _log.info("trial %d is the fastest", best.number)
         return best
 
     def _evaluate(self, number: int, configuration: Configuration) -> Trial:
         """Run a configuration. Return a failed trial if it does not fit or can't train."""
-        self.evaluated += 1
         splits = self.solver.splits_of(configuration)
         trial = Trial(
             number, configuration.gpu0_bsz, configuration.batch_size, configuration.accumulation_steps, splits[0]
@@ -286,18 +255,7 @@ class Session(ABC):
         if not self.workers.job.several:
             chosen = zip(plan.devices, self.prober.attention(), strict=True)
             plan = replace(plan, devices=tuple(replace(device, attention=found) for device, found in chosen))
-        weights, state = self.prober.tracer.trainee.copies
-        copies = [*weights, *(copy for copy in state if copy.dim() > 0)]
-        roles = copying(self.workload.fits)
-        return replace(plan, fits=Fits(roles, sum(rounded(copy.nbytes) for copy in copies))) if roles else plan
-
-    @staticmethod
-    def _with_evaluation(plan: Plan, found: Sequence[Ceiling | None]) -> Plan:
-        evaluation = tuple(ceiling for ceiling in found if ceiling is not None)
-        if not evaluation:
-            return plan
-        fits = plan.fits or Fits(())
-        return replace(plan, fits=replace(fits, roles=(*fits.roles, "eval"), evaluation=evaluation))
+        return plan
 
     def _best_so_far(self) -> Plan | None:
         best = self._best_trial()
@@ -338,15 +296,6 @@ class Session(ABC):
 
     def _counted(self) -> tuple[int, int]:
         return self.prober.counts.steps, self.prober.counts.ooms
-
-
-def evaluation_of(worker: Worker, index: int, max_batch_size: int | None) -> Ceiling | None:
-    """Find the largest evaluation batch of a device of this process. Return None if `fits` does not include "eval"."""
-    prober = worker.prober
-    if "eval" not in worker.workload.fits:
-        return None
-    most = max_batch_size or LARGEST_LOOKED_AT  # The effective batch size does not limit evaluation.
-    return ceiling_of(prober, index, "eval", most=most if prober.tracer.fake else None)
 
 
 def most_steps(sizes: tuple[int, int] | None, largest_batch: int) -> int:

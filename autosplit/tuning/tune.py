@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.devices.device import Device
-from autosplit.errors import AutosplitError, UserCodeError, ends_tracebacks, from_user_code, warn_user
+from autosplit.errors import AutosplitError, InputError, ends_tracebacks, from_user_code, shown, warn_user
 from autosplit.notes import Note
-from autosplit.oom import DoesNotFitError
-from autosplit.plan.explanation import TunedWay
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import replaced, with_notes
 from autosplit.probe.check_result import changed
@@ -26,26 +23,15 @@ from autosplit.profiles.key import ProfileKey, machine_of
 from autosplit.profiles.tuning_lock import WaitingWarning
 from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.trainee import ran_a_step
-from autosplit.solve.padded_length import checked_lengths
 from autosplit.tuning.keywords import suggests_keywords
 from autosplit.tuning.lone_session import TIMES_DISAGREE, LoneSession
-from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward, part_of
+from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward
 from autosplit.tuning.recall import Recalled, kept, nothing_run, recalled_in_turn, tried_again, turn_for
 from autosplit.tuning.session import Session
-from autosplit.tuning.worker import Variant, Worker, Workers, agreed, alone, drive
-from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
-from autosplit.workload.precision import native_ones, precision_list, without_bf16
-from autosplit.workload.workload import Workload, checked_fits
+from autosplit.tuning.worker import Worker, Workers, agreed, alone, drive
+from autosplit.workload.workload import Workload
 
 _log = logging.getLogger(__name__)
-
-INTERRUPTED_NOTE = Note(
-    "interrupted", "Tuning was interrupted before all variants were tuned. This is the best plan so far."
-)
-
-LENGTHS_INTERRUPTED_NOTE = Note(
-    "interrupted", "Tuning was interrupted before the shorter sequence lengths were measured. Tune again."
-)
 
 NO_GPU_NOTE = Note(
     "no-gpu",
@@ -96,25 +82,19 @@ def tune(
     compute_loss: Callable[[Any, Any], Tensor] | None = None,
     optimizer: Any = None,
     loss_reduction: str | None = None,
-    batch_dim: int = 0,
-    make_batch: Callable[[int], Any] | None = None,
     devices: str | Device | torch.device | Sequence[str | int | Device | torch.device] | None = None,
     strategy: str = "auto",
-    precision: str | Sequence[str] | None = None,
+    precision: str | None = None,
     effective_batch_size: int | tuple[int, int] | str | None = None,
     max_batch_size: int | None = None,
     reserve: str | float | None = None,
     n_trials: int = 24,
     time_limit_s: float | None = None,
-    storage: str | None = None,
     sampler: Any = None,
     isolate: bool = False,
     profile: str = "auto",
     name: str | None = None,
     seed: int = 0,
-    lengths: Any = None,
-    checkpointing: Any = None,
-    fits: str | Sequence[str] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
     """Find the fastest split, batch size and number of accumulation steps for a workload on the given devices.
@@ -127,13 +107,11 @@ def tune(
         model_or_workload: A module with its `sample_batch`, a `Workload`, or a function that returns a `Workload`. For
             ``sim:`` devices, a function that makes more than 256 MiB is called under fake tensors, possibly several
             times. So a model larger than this machine can be planned.
-        sample_batch: One batch of training data. See `Workload` for this argument and those up to `make_batch`.
+        sample_batch: One batch of training data. See `Workload` for this argument and those up to `loss_reduction`.
         loss_fn: ``loss_fn(outputs, targets)``.
         compute_loss: ``compute_loss(model, batch)``.
         optimizer: A class, a factory or an optimizer object. Default: AdamW.
         loss_reduction: ``"mean"`` or ``"sum"``: how the loss combines the samples of a batch. Default: ``"mean"``.
-        batch_dim: The batch dimension. Default: 0.
-        make_batch: ``make_batch(n)``; with `lengths`, ``make_batch(n, length=length)``.
         devices: Devices such as ``"cuda:0,1"``, ``"cpu:2GiB,cpu:1GiB"`` or ``"sim:2xA100-40GB+1xRTX3090"``. Default:
             every visible GPU, or the CPU if there is none.
         strategy: ``"auto"`` and ``"balanced"`` search the split of BalancedDataParallel, and also solve for DDP's
@@ -142,9 +120,8 @@ def tune(
             trials. In a job (torchrun, Slurm, or an existing process group), call `tune` on every rank. The ranks
             measure their devices at the same time, rank 0 searches, all ranks run the trials together, and every rank
             gets the same plan.
-        precision: ``"none"``, ``"bf16"`` or ``"fp16"``. It overrides the precision of a `Workload`. If several are
-            given, as in ``("none", "bf16")``, each is tuned, and the fastest plan is returned. bf16 is left out if a
-            device has no native support.
+        precision: ``"none"``, ``"bf16"`` or ``"fp16"``. It overrides the precision of a `Workload`. `tune_best` tries
+            several.
         effective_batch_size: Samples per optimizer step, which the plan has exactly. Or a range such as ``(256, 1024)``
             or ``"256:1024"``. The plan has the fastest size of the range. Default: one forward per step, with the
             smallest batch that has 97% of the best throughput.
@@ -155,9 +132,6 @@ def tune(
         time_limit_s: Time in seconds after which no further trial begins. At least one trial is run. After this time,
             fewer sizes are measured for it. Waiting for another process does not count. With `isolate`, a step that
             hangs is also ended.
-        storage: An Optuna storage URL that stores the study. Trials that are enqueued in it (`gpu0_bsz`, `batch_size`,
-            `accumulation_steps`; missing values are drawn) are run first. The storage is not used if a stored plan is
-            returned.
         sampler: An Optuna sampler that draws all `n_trials`, instead of autosplit's cost model. With a sampler, stored
             plans are ignored. Default: the cost model proposes trials, and Optuna's TPE explores if the model is
             inaccurate.
@@ -174,19 +148,6 @@ def tune(
             ``"off"`` never waits.
         name: Name that distinguishes plans of equal workloads: up to 64 characters on one line.
         seed: Random seed of the search.
-        lengths: Length of each sample of the dataset, if they differ: a list, an array or a tensor. The sample batch
-            gets samples of the greatest length (cropped or repeated, or made by ``make_batch(n, length=length)``).
-            Shorter samples are measured, too. So `Plan.token_sampler` can group samples of similar length, with as many
-            samples per batch as fit.
-        checkpointing: Class of the layers that a model repeats, or its name, or several; ``"auto"`` for a model of
-            transformers. The options are to checkpoint none, every second or all of these layers. Each option is tuned.
-            The fastest plan is returned, with the names of the layers in `checkpointed`. Default: the model stays
-            unchanged.
-        fits: Tasks that must fit into memory in addition to training. ``"resume"``: a loaded checkpoint that stays on
-            the device (a checkpoint that is loaded to the host needs nothing). ``"save"``: a copy of model and
-            optimizer that is saved during training. ``"eval"``: evaluation; `Plan.fits` has the largest batch of
-            each device, next to the memory that a DDP rank keeps. Pass several as a tuple or a comma-separated text.
-            Default: none.
         progress: Function that is called with a `Progress` from time to time. Default: a bar in a notebook, a line on a
             terminal, and nothing elsewhere.
 
@@ -204,6 +165,7 @@ def tune(
         NotFiniteWarning: The loss of the sample batch, or its gradient, is NaN or infinite.
         WaitingWarning: Another process tunes the same workload, and there is no `progress` to report it to.
     """
+    _refuse_several(precision)
     request = checked_request(
         devices=devices_of_process(devices, strategy),
         strategy=strategy,
@@ -212,26 +174,28 @@ def tune(
         reserve=reserve,
         n_trials=n_trials,
         time_limit_s=time_limit_s,
-        storage=storage,
         sampler=sampler,
         profile=profile,
         name=name,
         seed=seed,
     )
-    numbers = None if lengths is None else checked_lengths(lengths)
-    described = {"loss_fn": loss_fn, "compute_loss": compute_loss, "optimizer": optimizer, "make_batch": make_batch}
-    described |= {"batch_dim": batch_dim or None, "fits": None if fits is None else checked_fits(fits)}
-    described["loss_reduction"] = loss_reduction
-    precisions, layers = precision_list(precision), checkpointing_list(checkpointing)
+    described: dict[str, Any] = {"loss_fn": loss_fn, "compute_loss": compute_loss, "optimizer": optimizer}
+    described |= {"loss_reduction": loss_reduction, "precision": precision}
 
-    def source_of(variant: Variant) -> Source:
-        chosen = {**vars(variant), "checkpointing": layers[variant.checkpointing]}
-        return workload_source(model_or_workload, sample_batch, {**described, **chosen})
+    def source_of(_number: int) -> Source:
+        return workload_source(model_or_workload, sample_batch, described)
 
-    with worker_for(request, source_of, isolate=isolate) as worker, heard_by(progress) as heard:
-        options = worker.job.request, onward(heard or quiet), layers, heard
-        plan = drive(worker, lambda workers: _tuned_variants(_Tuning(workers, *options), precisions, numbers))
-    return _warned(plan)
+    with heard_by(progress) as heard:
+        plan = tuned(request, source_of, onward(heard or quiet), heard=heard, isolate=isolate)
+    return warned(plan)
+
+
+def _refuse_several(precision: Any) -> None:
+    if isinstance(precision, (tuple, list)) or (isinstance(precision, str) and "," in precision):
+        raise InputError(
+            f"precision is {shown(precision)}. Expected one precision. To try several, call "
+            f"autosplit.tune_best(model, sample_batch, precision={shown(precision)})."
+        )
 
 
 _WARNINGS = {
@@ -242,7 +206,7 @@ _WARNINGS = {
 """Warnings of `tune`, by the kind of the note."""
 
 
-def _warned(plan: Plan) -> Plan:
+def warned(plan: Plan) -> Plan:
     """Warn about an assumed or NaN loss, doubtful times, and if splitting changes the training. Return the plan."""
     for note in plan.notes:
         if note.kind in _WARNINGS:
@@ -254,15 +218,43 @@ def _warned(plan: Plan) -> Plan:
     return plan
 
 
+def tuned(
+    request: Request,
+    source_of: Callable[[int], Source],
+    tell: Callable[[Progress], None],
+    *,
+    heard: Callable[[Progress], None] | None = None,
+    isolate: bool = False,
+) -> Plan:
+    """Return the plan of a checked request, on every rank of a job. See `tune`."""
+    with worker_for(request, source_of, isolate=isolate) as worker:
+        plan = drive(worker, lambda workers: Tuning(workers, worker.job.request, tell, heard).plan())
+    # A stored plan may have several lengths, which only `tune_lengths` requests.
+    return plan if plan.lengths is None else replaced(plan, lengths=None)
+
+
 @dataclass(frozen=True)
-class _Tuning:
-    """The arguments of `tune` except the workload."""
+class Tuning:
+    """Tune the workload of the workers: return a stored plan, or measure and search."""
 
     workers: Workers
     request: Request
     progress: Callable[[Progress], None]
-    checkpointings: Sequence[Checkpointing | None]
     heard: Callable[[Progress], None] | None = None
+
+    def plan(self) -> Plan:
+        """Return the plan.
+
+        Raises:
+            TuningInterrupted: Ctrl-C was pressed.
+        """
+        try:
+            with users_code_named():
+                return _tuned(self)
+        except TuningInterrupted:
+            raise
+        except KeyboardInterrupt:  # Ctrl-C came before any plan was found.
+            raise TuningInterrupted(None) from None
 
     def tell_waiting(self, message: str) -> None:
         """Report a wait, which may take minutes, to the user's progress function or as a warning."""
@@ -281,7 +273,7 @@ def devices_of_process(devices: Any, strategy: str) -> Any:
 
 
 @contextmanager
-def worker_for(request: Request, source_of: Callable[[Variant], Source], *, isolate: bool) -> Iterator[Worker]:
+def worker_for(request: Request, source_of: Callable[[int], Source], *, isolate: bool) -> Iterator[Worker]:
     """Yield the worker of this process. If several ranks tune DDP, connect to the other ranks first."""
     with ExitStack() as closing:
         job = None
@@ -295,119 +287,8 @@ def worker_for(request: Request, source_of: Callable[[Variant], Source], *, isol
         )
 
 
-def _tuned_variants(tuning: _Tuning, wanted: tuple[str | None, ...], lengths: Sequence[int] | None) -> Plan:
-    lacking = itertools.chain(*tuning.workers.ask(_without_bf16, wanted))
-    precisions, notes = native_ones(wanted, [*lacking])
-    length = None if lengths is None else max(lengths)
-    layers = range(len(tuning.checkpointings))
-    variants = [Variant(*one, length) for one in itertools.product(precisions, layers)]
-    if lengths is None:
-        plan, _ = _fastest_of(variants, tuning, notes)
-        # A stored plan may have several lengths, which this call did not request.
-        return plan if plan.lengths is None else replaced(plan, lengths=None)
-    return _tuned_by_length(lengths, variants, tuning, notes)
-
-
-def _without_bf16(worker: Worker, wanted: tuple[str | None, ...]) -> list[str]:
-    return without_bf16(wanted, worker.job.devices)
-
-
-def _tuned_by_length(
-    lengths: Sequence[int], variants: Sequence[Variant], tuning: _Tuning, notes: tuple[Note, ...]
-) -> Plan:
-    """Tune for samples of the greatest length, as 50% of the progress. Then measure shorter samples."""
-    from autosplit.extras.tuned_lengths import with_lengths  # an allowed layering violation, see tests/test_layers.py
-
-    def longest(part: Progress) -> None:
-        if part.stage != "done":
-            tuning.progress(replace(part, fraction=part.fraction / 2))
-
-    def shorter(part: Progress) -> None:
-        tuning.progress(replace(part, fraction=0.5 + part.fraction / 2))
-
-    try:
-        plan, variant = _fastest_of(variants, replace(tuning, progress=longest), notes, more=1)
-    except UserCodeError as error:
-        raise UserCodeError(
-            f"{error}; its samples had the longest of the lengths, {max(lengths)}. If the model takes no samples of "
-            "this length, cut them. If another dimension was used as the length, pass make_batch(n, length=...)",
-            error.frames,
-        ) from error
-    try:
-        with users_code_named():
-            found = with_lengths(plan, lengths, variant, tuning.request, tuning.workers, shorter)
-    except KeyboardInterrupt:
-        raise TuningInterrupted(with_notes(plan, LENGTHS_INTERRUPTED_NOTE)) from None
-    shorter(Progress("done", "done", 1.0))
-    return found
-
-
-def _fastest_of(
-    variants: Sequence[Variant], tuning: _Tuning, notes: tuple[Note, ...], more: int = 0
-) -> tuple[Plan, Variant]:
-    """Tune each variant, and return the plan and the variant that are fastest.
-
-    The variants share the time limit with `more` other tasks.
-    """
-    tuning.workers.ask(Worker.prepare, variants)
-    names = _names_of(variants, tuning.checkpointings)
-    plans: dict[str, Plan] = {}
-    misfits: list[DoesNotFitError] = []
-    for number, name in enumerate(names):
-        timed = replace(tuning.request, deadline=tuning.request.deadline.part(len(variants) + more - number))
-        told = tuning.progress if len(variants) == 1 else part_of(tuning.progress, number, len(variants), name)
-        try:
-            plans[name] = _tuned_variant(replace(tuning, request=timed, progress=told), number)
-        except TuningInterrupted as interrupted:
-            if not plans:
-                raise
-            best = _fastest(plans if interrupted.plan is None else {**plans, name: interrupted.plan})[1]
-            # The plan may be complete for its variant, but not all requested variants were tuned.
-            raise TuningInterrupted(with_notes(replaced(best, complete=False), INTERRUPTED_NOTE)) from None
-        except DoesNotFitError as misfit:  # other variants may fit
-            misfits.append(misfit)
-            notes = (*notes, Note("variant-left-out", f"{name} is left out: {misfit}"))
-    if not plans:
-        raise misfits[0]
-    return with_notes(_chosen(plans, tuning.workers), *notes), variants[names.index(_fastest(plans)[0])]
-
-
-def _names_of(variants: Sequence[Variant], checkpointings: Sequence[Checkpointing | None]) -> list[str]:
-    precise = len({variant.precision for variant in variants}) > 1
-    names = []
-    for variant in variants:
-        parts = [f"precision {variant.precision}"] if precise else []
-        if len(checkpointings) > 1:
-            parts.append(str(checkpointings[variant.checkpointing] or "no checkpointed layer"))
-        names.append(", ".join(parts))
-    return names
-
-
-def _fastest(plans: Mapping[str, Plan]) -> tuple[str, Plan]:
-    return max(plans.items(), key=lambda named: named[1].samples_per_s)
-
-
-def _chosen(plans: Mapping[str, Plan], workers: Workers) -> Plan:
-    name, best = _fastest(plans)
-    if len(plans) < 2:
-        return replaced(best, ways=())
-    named = {name: best, **plans}
-    ways = tuple(TunedWay(one, plan.batch_size, plan.samples_per_s) for one, plan in named.items())
-    return workers.amended(best, ways=ways)
-
-
 def quiet(progress: Progress) -> None:
     """Do not report progress."""
-
-
-def _tuned_variant(tuning: _Tuning, number: int) -> Plan:
-    try:
-        with users_code_named():
-            return _tuned(tuning, number)
-    except TuningInterrupted:
-        raise
-    except KeyboardInterrupt:  # Ctrl-C came before any plan was found.
-        raise TuningInterrupted(None) from None
 
 
 @contextmanager
@@ -425,10 +306,10 @@ def users_code_named() -> Iterator[None]:
         raise
 
 
-def _tuned(tuning: _Tuning, number: int) -> Plan:
+def _tuned(tuning: Tuning) -> Plan:
     workers, request = tuning.workers, tuning.request
     tuning.progress(Progress("building", "building the model", 0.0))
-    workers.ask(Worker.build, number)
+    workers.ask(Worker.build)
     key = ProfileKey(workers.job.machine, agreed(workers.ask(Worker.description)), request.facts())
     with turn_for(key, request, tuning.tell_waiting) as turn:
         found = recalled_in_turn(key, request, turn, workers)
@@ -440,7 +321,7 @@ def _tuned(tuning: _Tuning, number: int) -> Plan:
         # This note belongs to the run, not to the plan. The same stored plan may be returned for an explicit "cpu".
         defaulted = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
         if found.holds:
-            return found.told(nothing_run(found, request), *found.wait_notes, *defaulted)
+            return found.told(nothing_run(found), *found.wait_notes, *defaulted)
         tuning.progress(Progress("tracing", "tracing the model", fraction_of("tracing")))
         request, notes = workers.trace(request, key)
         if found.plan is not None:
@@ -451,7 +332,7 @@ def _tuned(tuning: _Tuning, number: int) -> Plan:
 
 
 def _tuned_anew(
-    tuning: _Tuning,
+    tuning: Tuning,
     request: Request,
     key: ProfileKey,
     found: Recalled,

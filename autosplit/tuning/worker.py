@@ -80,22 +80,6 @@ class Job:
         return torch_device(self.devices[0])
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A variant of training to tune for.
-
-    Attributes:
-        precision: See `tune`. None for the workload's own precision.
-        checkpointing: Index of an option of `checkpointing_list`. Ranks exchange this index instead of classes of
-            layers.
-        length: Sequence length that samples should have. None to leave the samples unchanged.
-    """
-
-    precision: str | None = None
-    checkpointing: int = 0
-    length: int | None = None
-
-
 def alone(request: Request, machine: dict[str, Any]) -> Job:
     """Return the job of a single process that tunes all devices."""
     peers = Peers(0, 1, None, Interrupts())
@@ -106,10 +90,10 @@ class Worker(AbstractContextManager["Worker"]):
     """Build, trace and measure the workload in one process, on this process's own devices.
 
     Args:
-        source_of: Function that makes the source of a variant of the workload.
+        source_of: Function that makes the source of a workload from its number. `tune` has one, number 0.
 
     Attributes:
-        built: The current variant, after `build`.
+        built: The current workload, after `build`.
         followed: The traced workload, after `trace`.
         prober: Measures this process's devices, after `trace`.
         steps: Runs steps of all ranks together, after `begin_steps`. None before.
@@ -120,10 +104,9 @@ class Worker(AbstractContextManager["Worker"]):
     prober: Prober
     steps: RankSteps | None = None
 
-    def __init__(self, job: Job, source_of: Callable[[Variant], Source], *, isolate: bool = False) -> None:
+    def __init__(self, job: Job, source_of: Callable[[int], Source], *, isolate: bool = False) -> None:
         self.job, self.peers = job, job.peers
         self._source_of, self._isolate = source_of, isolate
-        self._sources: list[Source] = []
         self._isolated: IsolatedRuntime | None = None
         self._closing, self._probing = ExitStack(), ExitStack()
 
@@ -138,18 +121,15 @@ class Worker(AbstractContextManager["Worker"]):
 
     # Called by the driver, in this order
 
-    def prepare(self, variants: Sequence[Variant]) -> None:
-        """Make the sources of all variants, so that an invalid variant raises before any variant is tuned."""
-        self._sources = [*map(self._source_of, variants)]
-
-    def build(self, number: int) -> None:
-        """Build a variant of the workload. The previous variant is closed."""
+    def build(self, number: int = 0) -> None:
+        """Build a workload. The previous one is closed."""
+        source = self._source_of(number)
         self._closing.close()
         self.steps = self._isolated = None
         for name in ("built", "followed", "prober"):  # Free the previous traced copy before the next copy is made.
             self.__dict__.pop(name, None)
         self._closing.enter_context(kept_rng())
-        self.built = build(self._sources[number], self.job.devices)
+        self.built = build(source, self.job.devices)
         self._closing.enter_context(untouched(self.built.workload))
 
     def description(self) -> dict[str, Any]:

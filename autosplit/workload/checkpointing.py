@@ -11,10 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from autosplit.errors import WorkloadError, shown
-
-EVERY = (None, 2, 1)
-"""The options to search: checkpoint no layers, every second layer, and every layer. The first wins a tie."""
+from autosplit.errors import WorkloadError
 
 AUTO = "auto"
 
@@ -73,26 +70,6 @@ class Checkpointing:
             return is_transformers_layer(module)
         names = {base.__name__ for base in type(module).__mro__}
         return any(kind in names if isinstance(kind, str) else isinstance(module, kind) for kind in self.kinds)
-
-
-def checkpointing_list(value: Any) -> tuple[Checkpointing | None, ...]:
-    """Return the checkpointing options to search for an argument of `tune`. ``(None,)`` keeps the model unchanged."""
-    if value is None:
-        return (None,)
-    given = value.split(",") if isinstance(value, str) else value
-    kinds = tuple(given) if isinstance(given, Sequence) else (given,)
-    kinds = tuple(kind.strip() if isinstance(kind, str) else kind for kind in kinds)
-    of_layers = all(
-        kind.isidentifier() if isinstance(kind, str) else isinstance(kind, type) and issubclass(kind, nn.Module)
-        for kind in kinds
-    )
-    if not kinds or not of_layers or (AUTO in kinds and len(kinds) > 1):
-        raise WorkloadError(
-            f"checkpointing is {shown(value)}. Expected 'auto' for a transformers model, or the class or name of the "
-            "repeated layers, or several of these. Pass checkpointing=Block, say.",
-            code="checkpointing-value",
-        )
-    return tuple(None if every is None else Checkpointing(kinds, every) for every in EVERY)
 
 
 def is_transformers_layer(module: nn.Module) -> bool:

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -34,9 +33,7 @@ _OTHER_NAMES = {
 
 
 COPYING = ("resume", "save")
-"""Tasks that keep copies on the device during a training step. Ceilings for these tasks have the same names."""
-
-FITS = (*COPYING, "eval")
+"""Roles of `find_ceiling` that keep copies on the device during a training step."""
 
 
 def precision_name(value: Any) -> Any:
@@ -78,10 +75,9 @@ class Workload:
             graphs, packed sequences. On one device, or with DDP, no tensor of its batches needs a batch dimension,
             because nothing is cut.
         evaluate: ``evaluate(model, batch) -> Any``, such as a call of `generate` or a metric. It runs in evaluation
-            mode without gradients if `fits` has ``"eval"``. Default: the model's forward, or `compute_loss`.
-        fits: Tasks that must fit into memory in addition to training, as in `tune`: ``"resume"``, ``"save"``,
-            ``"eval"``. Default: none.
-        checkpointing: The layers that are checkpointed, for `tune` to try.
+            mode without gradients in ``find_ceiling(role="eval")``. Default: the model's forward, or `compute_loss`.
+        held: Roles of `find_ceiling` whose memory each step also holds. `find_ceiling` sets them.
+        checkpointing: The layers that are checkpointed. `tune_best` sets them.
 
     Raises:
         WorkloadError: The arguments do not describe a training step.
@@ -100,13 +96,19 @@ class Workload:
     batch_dim: int = 0
     make_batch: MakeBatch | None = None
     evaluate: Callable[[Any, Any], Any] | None = None
-    fits: str | Sequence[str] = ()
+    held: tuple[str, ...] = ()
     checkpointing: Checkpointing | None = None
     assumed: tuple[str, ...] = ()
+    fits: InitVar[Any] = None
     sample_batch_size: int = field(init=False, repr=False)
     made: MadeBatches | None = field(init=False, repr=False, default=None)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, fits: Any) -> None:
+        if fits is not None:
+            raise InputError(
+                f"fits={fits!r:.80} was removed. Ask for one role at a time: find_ceiling(workload, role='resume'), "
+                "'save' or 'eval'."
+            )
         object.__setattr__(self, "precision", precision_name(self.precision) or "none")
         _expect("precision", self.precision, tuple(PRECISIONS), " 'none' is fp32, or the precision of the model.")
         _expect("loss_reduction", self.loss_reduction, ("mean", "sum"))
@@ -132,11 +134,10 @@ class Workload:
                 )
         if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int) or self.batch_dim < 0:
             raise WorkloadError(f"batch_dim is {self.batch_dim!r}. Expected a dimension, 0 or more.", code="batch-dim")
-        object.__setattr__(self, "fits", checked_fits(self.fits))
-        if self.step is not None and (self.evaluate is not None or "eval" in self.fits):
+        if self.step is not None and (self.evaluate is not None or "eval" in self.held):
             raise WorkloadError(
                 "Evaluation can't be planned with step=, a whole optimizer step. Expected one model and its loss. "
-                "Leave evaluate= and fits='eval' out.",
+                "Leave evaluate= out.",
                 code="evaluation-with-step",
             )
         self._check_models()
@@ -182,8 +183,8 @@ class Workload:
             return
         if not isinstance(self.checkpointing, Checkpointing):
             raise WorkloadError(
-                f"checkpointing is {self.checkpointing!r}. Expected a Checkpointing object, which tune makes. "
-                "Pass checkpointing= to tune.",
+                f"checkpointing is {self.checkpointing!r}. Expected a Checkpointing object, which tune_best makes. "
+                "Pass checkpointing= to tune_best.",
                 code="checkpointing-in-workload",
             )
         if modules_of(self):
@@ -261,20 +262,9 @@ class Workload:
             _refuse_arguments_of(self.model)
 
 
-def checked_fits(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the tasks of a sequence or a comma-separated text, in the order of `FITS`."""
-    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
-    wrong = [name for name in names if name not in FITS] if isinstance(names, (list, tuple)) else [given]
-    if wrong:
-        near = difflib.get_close_matches(str(wrong[0])[:80], FITS, 1, 0.5)
-        hint = f"Did you mean {near[0]!r}?" if near else "Leave other names out."
-        raise WorkloadError(f"fits has {wrong[0]!r:.80}. Expected any of {', '.join(FITS)}. {hint}", code="fits-value")
-    return tuple(name for name in FITS if name in names)
-
-
-def copying(fits: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the checked tasks that keep copies on the device during a training step."""
-    return tuple(name for name in fits if name in COPYING)
+def copying(held: Sequence[str]) -> tuple[str, ...]:
+    """Return the roles that keep copies on the device during a training step."""
+    return tuple(name for name in held if name in COPYING)
 
 
 def models_of(workload: Workload) -> Models | None:

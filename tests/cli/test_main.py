@@ -17,12 +17,10 @@ from folders import ROOT
 from handmade import made_ceiling, made_plan
 from marks import for_release
 
-import autosplit.devices.inventory
 from autosplit.__main__ import main as start
 from autosplit.cli.main import main
 from autosplit.cli.parser import COMMANDS
 from autosplit.devices.device import Device
-from autosplit.devices.inventory import DeviceReport
 from autosplit.errors import AutosplitError
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.plan import Plan
@@ -843,30 +841,6 @@ def test_ctrl_c_ends_both_processes(script, command):
     assert (process.returncode, out) == (4, "")
     assert err.startswith("error: The command was interrupted")
     assert err.count("\n") == 1
-
-
-# devices
-
-
-def test_devices_as_a_table_and_as_json(monkeypatch, capsys):
-    report = DeviceReport(0, 1, "NVIDIA H100", 80 * 2**30, 70 * 2**30, 2**30, 3, 40, None, "GPU-1", visible=True)
-    monkeypatch.setattr(autosplit.devices.inventory, "survey_devices", lambda: ((report,), ("a note",)))
-    assert main(["devices"]) == 0
-    out = capsys.readouterr().out
-    assert "H100" in out
-    assert "- a note" in out
-    assert main(["devices", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert set(shown) == {"devices", "notes"}
-    assert shown["devices"][0]["free_bytes"] == 70 * 2**30
-    assert shown["devices"][0]["power_w"] is None
-    assert shown["notes"] == ["a note"]
-
-
-@pytest.mark.smoke
-def test_devices_never_fails(capsys):
-    assert main(["devices"]) == 0
-    assert main(["devices", "--json"]) == 0
 
 
 # show

@@ -28,7 +28,7 @@ from autosplit.parallel.moved_batch import to_device
 from autosplit.plan.plan import Plan
 from autosplit.plan.torchrun import PLAN_VARIABLE
 from autosplit.probe.check_result import Check, is_count_expression
-from autosplit.solve.padded_length import LengthPlan, LengthPoint
+from autosplit.solve.length_plan import LengthPlan, LengthPoint
 from autosplit.tuning.tune import AssumedLossWarning
 from autosplit.workload.batch import chunk
 from autosplit.workload.model_call import training_loss

@@ -9,19 +9,16 @@ from handmade import GIB, made_ceiling, made_device, made_plan, solved_plan
 from noted import noted
 from rich.console import Console
 
-from autosplit.cli.commands.devices import print_devices
 from autosplit.cli.main import main
 from autosplit.cli.pasted_code import Origin, paste_lines
 from autosplit.cli.plan_report import print_plan
 from autosplit.devices.catalog import UNMEASURED_RATES
-from autosplit.devices.inventory import DeviceReport
 from autosplit.notes import Note
-from autosplit.plan.explanation import TunedWay
+from autosplit.plan.loader_settings import LoaderSettings
 from autosplit.plan.record import DdpPlan
 from autosplit.probe.check_result import Check
-from autosplit.probe.loader_result import LoaderSettings
-from autosplit.solve.memory import Fits, MemoryFit, Region
-from autosplit.solve.padded_length import LengthPlan, LengthPoint
+from autosplit.solve.length_plan import LengthPlan, LengthPoint
+from autosplit.solve.memory import MemoryFit, Region
 
 REGION = Region(MemoryFit(0.0, 1.0), GIB, 400, (400,), 512)
 """A plan with a region is for BalancedDataParallel."""
@@ -345,10 +342,9 @@ def test_with_one_answer_nothing_is_compared():
 
 
 def test_what_is_copied_for_real_cards_asks_for_the_same():
-    """The command for real GPUs dropped `--fits` and further precisions of the plan."""
-    ways = tuple(TunedWay(f"precision {one}, no layer checkpointed", 64, 100.0) for one in ("none", "bf16"))
-    plan = replace(made_plan(kind="sim"), ways=ways, fits=Fits(("resume", "eval")))
-    assert printed(plan).rstrip().endswith("--devices cuda --precision none,bf16 --fits resume,eval")
+    """The command for real GPUs dropped the precision of the plan."""
+    plan = replace(made_plan(kind="sim"), workload={"model": "Net", "precision": "bf16"})
+    assert printed(plan).rstrip().endswith("--devices cuda --precision bf16")
     assert printed(made_plan(kind="sim")).rstrip().endswith("--devices cuda")
 
 
@@ -397,64 +393,6 @@ def test_an_ascii_stream_gets_ascii():
     print_plan(made_plan(), Console(file=stream, width=100, color_system=None))
     stream.flush()
     assert b"cuda:1" in raw.getvalue()
-
-
-# GPUs
-
-
-def gpu(**changes):
-    report = DeviceReport(
-        0, 1, "NVIDIA H100 [PCIe]", 80 * GIB, 70 * GIB, 10 * GIB, 37, 61, 312.4, "GPU-1", visible=True
-    )
-    return replace(report, **changes)
-
-
-def printed_devices(devices, notes=(), width=100):
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    print_devices(devices, notes, console)
-    return console.file.getvalue()
-
-
-def test_gpus_are_shown_with_their_load():
-    cells = re.split(r"\s{2,}", row_of(printed_devices([gpu()]), "0").strip())
-    assert cells == ["0", "1", "H100 [PCIe]", "80.0 GiB", "70.0 GiB", "10.0 GiB", "37%", "61 C", "312 W"]
-
-
-def test_what_nobody_could_tell_is_a_question_mark():
-    unknown = gpu(
-        physical_index=None,
-        total_bytes=None,
-        free_bytes=None,
-        used_by_others_bytes=None,
-        utilization_percent=None,
-        temperature_c=None,
-        power_w=None,
-    )
-    assert row_of(printed_devices([unknown]), "0").split().count("?") == 7
-
-
-def test_a_hidden_gpu_and_notes_are_named():
-    devices = [gpu(notes=("MIG is on",)), gpu(logical_index=None, visible=False, notes=("power unknown",))]
-    text = printed_devices(devices, ["CUDA_VISIBLE_DEVICES='1': cuda:0 is physical 1"])
-    assert row_of(text, "hidden")
-    for line in (
-        "- CUDA_VISIBLE_DEVICES='1': cuda:0 is physical 1",
-        "- cuda:0: MIG is on",
-        "- physical 1: power unknown",
-    ):
-        assert line in text
-
-
-def test_gpus_fit_80_columns():
-    text = printed_devices([gpu(name="NVIDIA RTX 6000 Ada Generation")] * 3, width=80)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
-
-
-def test_without_a_gpu_one_line_names_cpu_and_sim():
-    (line,) = printed_devices([]).splitlines()
-    assert "--devices cpu" in line
-    assert "--devices sim:" in line
 
 
 def test_a_device_without_samples_is_told_of():

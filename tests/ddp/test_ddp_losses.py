@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autosplit import ddp
 from autosplit.errors import InputError
-from autosplit.extras.noise_scale import NoiseScale
 from autosplit.parallel.loss_graph import UnevenLossWarning
+from autosplit.tools.noise_scale import NoiseScale
 
 EXACT = 1e-12
 NUM_SAMPLES = 40

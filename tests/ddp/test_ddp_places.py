@@ -23,7 +23,6 @@ from autosplit.ddp.rendezvous import Place, _agreed_round, explain_loopback, pla
 from autosplit.devices.accelerator import Visible
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.plan.explanation import TunedWay
 from autosplit.plan.other_model import OtherModelWarning
 from autosplit.plan.plan import Plan
 from autosplit.plan.torchrun import NEWEST_VARIABLE, PLAN_VARIABLE
@@ -403,11 +402,10 @@ class TestRememberedPlans:
     def test_variants_of_one_tuning_are_one_plan(self, capfd):
         """One tuning saves a plan for each of its variants, and the fastest last. The user has nothing to choose."""
         layers = ("every layer", "every 2", None)
-        ways = tuple(TunedWay(str(one), 4, 20.0) for one in layers)
         plan = remembered("a1")
         for number, one in enumerate(layers):
             workload = {"model": "Net"} if one is None else {"model": "Net", "checkpointing": one}
-            newest = replace(plan, workload=workload, ways=ways if one is None else ())
+            newest = replace(plan, workload=workload)
             os.utime(profiles.store(f"b{number}", newest), (2e9 + number, 2e9 + number))
         with ddp.setup() as ctx:
             assert ctx.plan == newest

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from autosplit import ddp
 from autosplit.errors import InputError
-from autosplit.extras.noise_scale import NoiseScale
 from autosplit.plan.plan import Plan
+from autosplit.tools.noise_scale import NoiseScale
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,8 +13,8 @@ from raised import raises
 from torch import Tensor, nn
 
 from autosplit.errors import PlanError
+from autosplit.integrations.export import export
 from autosplit.parallel.checkpointed import checkpoint_layer, checkpoint_layers, checkpointed_in
-from autosplit.plan.export import export
 
 
 class Block(nn.Module):

@@ -14,7 +14,7 @@ from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.epoch_steps import steps
 from autosplit.parallel.loss_graph import LabelMean, UnevenLossWarning, label_means, read_loss
 from autosplit.parallel.loss_weights import ReduceWarning
-from autosplit.parallel.oom_cuts import Cuts
+from autosplit.tools.oom_cuts import Cuts
 
 OUT = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
 LABELS = torch.tensor([0, 1, 2, 0, 1, 1])

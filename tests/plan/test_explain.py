@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from fitted_plans import PER_SAMPLE, fitted_plan
 from handmade import GIB, made_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,73 +19,13 @@ from autosplit.plan import explain as explaining
 from autosplit.plan.explain import with_explanation
 from autosplit.plan.explanation import Bound
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import DdpPlan, RankSettings, without_notes
+from autosplit.plan.record import DdpPlan, without_notes
 from autosplit.profiles.store import profile_paths, read_profile
-from autosplit.solve.memory import Ceiling, MemoryFit, Region
+from autosplit.solve.memory import MemoryFit
 from autosplit.solve.problem import NO_LIMIT_BYTES
-from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
+from autosplit.solve.step_time import Fit, Residual
 from autosplit.solve.trial import Trial
 from autosplit.text import rate_text
-
-MS = 1e-3
-PER_SAMPLE = GIB // 20
-"""Bytes: one GiB holds 20 samples."""
-
-
-def line(per_sample_s: float, fixed_s: float = 0.0) -> TimeCurve:
-    return TimeCurve(((1, fixed_s + per_sample_s), (10**7, fixed_s + 10**7 * per_sample_s)))
-
-
-def solved_plan(
-    split: tuple[int, ...],
-    per_sample_ms: tuple[float, ...],
-    caps: tuple[int, ...],
-    *,
-    effective: int | None = 100,
-    fixed_ms: float = 0.0,
-    copies_ms: float = 0.0,
-    gather_ms: float = 0.0,
-    update_ms: float = 0.0,
-    most: int | None = None,
-    kind: str = "cuda",
-    **changes,
-) -> Plan:
-    """Return a plan for devices that take `fixed_ms + per_sample_ms * n`. 20 samples fit in a GiB."""
-    sizes = None if effective is None else (effective, effective)
-    bounds = [n for n in (effective, most) if n is not None]
-    largest = min(bounds) if bounds else 65536
-    plane = MemoryFit(0.0, float(PER_SAMPLE))
-    region = Region(
-        plane, caps[0] * PER_SAMPLE, min(largest, caps[0]), tuple(min(largest, c) for c in caps[1:]), largest
-    )
-    curves = tuple(line(ms * MS, fixed_ms * MS) for ms in per_sample_ms)
-    # Shared by the whole machine.
-    others = len(curves) - 1
-    copies, gather = (0.0, *(copies_ms * MS / max(1, others),) * others), (0.0, *(gather_ms * MS,) * others)
-    step_time = StepTime(curves, copies, gather, update_ms * MS, adds_up=kind == "cpu")
-    plan = made_plan(split, kind=kind, effective=effective or sum(split))
-    devices = []
-    for device, cap in zip(plan.devices, caps, strict=True):
-        limit = "memory" if cap < largest else "max_batch_size"
-        peak_bytes = device.share * PER_SAMPLE
-        ceiling = Ceiling(
-            device.label, "replica", min(cap, largest), limit, 0, PER_SAMPLE, peak_bytes, cap * PER_SAMPLE
-        )
-        named = replace(device, name=f"card {device.index}", ceiling=ceiling)
-        devices.append(replace(named, capacity_bytes=cap * PER_SAMPLE, peak_bytes=peak_bytes))
-    ranks = tuple(RankSettings(d.index, d.label, d.share, 1, d.ceiling, d.peak_bytes) for d in devices)
-    plan = replace(
-        plan,
-        devices=tuple(devices),
-        ceilings=split,
-        region=region,
-        fit=Fit(step_time),
-        effective_batch_sizes=sizes,
-        max_batch_size=most,
-        even_samples_per_s=None,
-        ddp=DdpPlan(ranks, 1000.0),
-    )
-    return replace(plan, **changes)
 
 
 def limits_of(plan: Plan) -> list[tuple[str, str | None, float]]:
@@ -102,7 +43,7 @@ class TestWhatBounds:
 
     def test_the_memory_of_device_0(self):
         # (20, 80) takes 80 * 4, (80, 20) would take 80.
-        plan = solved_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
+        plan = fitted_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
         assert limits_of(plan) == [("memory", "cuda:0", 4.0)]
         assert plan.explain().predicted_samples_per_s == pytest.approx(100 / 0.320)
         limit, other = plan.explain().reasons()
@@ -110,17 +51,17 @@ class TestWhatBounds:
         assert other.startswith("Apart from that, the plan would be faster with ")
 
     def test_the_memory_of_a_replica(self):
-        plan = solved_plan((80, 20), (4.0, 1.0), (1000, 20), accumulates=False)
+        plan = fitted_plan((80, 20), (4.0, 1.0), (1000, 20), accumulates=False)
         assert limits_of(plan) == [("memory", "cuda:1", 4.0)]
 
     def test_the_memory_of_all_devices_where_none_by_itself_helps(self):
         # Five forwards of (10, 10) at 20 each. More samples on one device alone still take 1 ms each.
-        plan = solved_plan((10, 10), (1.0, 1.0), (10, 10), fixed_ms=10.0)
+        plan = fitted_plan((10, 10), (1.0, 1.0), (10, 10), fixed_ms=10.0)
         assert limits_of(plan) == [("memory", None, round(100 / 60, 2))]
         assert "The memory of all devices together" in str(plan.explain())
 
     def test_time_of_the_devices(self):
-        plan = solved_plan((80, 20), (1.0, 4.0), (1000, 1000))
+        plan = fitted_plan((80, 20), (1.0, 4.0), (1000, 1000))
         assert limits_of(plan) == []
         # The rates, 1 and 1/4 per ms, add up.
         assert bound_of(plan, "device", "cuda:0").gain == pytest.approx(2.25 / 1.25, rel=0.01)
@@ -131,7 +72,7 @@ class TestWhatBounds:
 
     def test_a_gain_below_the_noise_is_not_told(self):
         """On a busy machine, an unlimited change promised +18,896%, because the step was shorter than its error."""
-        plan = solved_plan((20, 20), (0.01, 0.01), (20, 20), fixed_ms=100.0, effective=10_000)
+        plan = fitted_plan((20, 20), (0.01, 0.01), (20, 20), fixed_ms=100.0, effective=10_000)
         sure, vague = (
             replace(plan, fit=replace(plan.fit, residuals=(Residual((20, 20), 250, 1.0, predicted_s),)))
             for predicted_s in (1.001, 1.1)
@@ -140,7 +81,7 @@ class TestWhatBounds:
         assert limits_of(vague) == []
 
     def test_the_slow_device_that_has_to_take_what_the_other_can_not(self):
-        plan = solved_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
+        plan = fitted_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
         assert bound_of(plan, "device", "cuda:1").gain == pytest.approx(2.0)
         assert bound_of(plan, "device", "cuda:0") is None
 
@@ -151,12 +92,12 @@ class TestWhatBounds:
         # 50 of each device, and 50 more for each of the other's samples, where they are gathered. On device 0 alone,
         # nothing would be copied or gathered, and it would take 100 as well.
         amount = 1.0 if overhead == "gather_ms" else 50.0
-        plan = solved_plan((50, 50), (1.0, 1.0), (99, 99), accumulates=False, **{overhead: amount})
+        plan = fitted_plan((50, 50), (1.0, 1.0), (99, 99), accumulates=False, **{overhead: amount})
         assert bound_of(plan, what).gain == pytest.approx(2.0)
 
     def test_what_devices_cost_each_other_is_one_thing(self):
         """A step shows its total time, not the cause. All of it was attributed to the gather of a single number."""
-        plan = solved_plan((50, 50), (1.0, 1.0), (1000, 1000))
+        plan = fitted_plan((50, 50), (1.0, 1.0), (1000, 1000))
         slow = replace(plan, fit=Fit(replace(plan.fit.step_time, contention=1.5, copies_s=(0.0, 0.025))))
         assert bound_of(plan, "overhead") is None
         assert bound_of(slow, "overhead").gain == pytest.approx(2.0)
@@ -164,46 +105,46 @@ class TestWhatBounds:
 
     def test_max_batch_size_within_a_step(self):
         # Ten forwards of (5, 5) at 15, or one of (50, 50) at 60.
-        plan = solved_plan((5, 5), (1.0, 1.0), (1000, 1000), fixed_ms=10.0, most=10)
+        plan = fitted_plan((5, 5), (1.0, 1.0), (1000, 1000), fixed_ms=10.0, most=10)
         assert limits_of(plan) == [("max_batch_size", None, 2.5)]
         assert "max_batch_size limits the batch: up to +150% with a larger one." in str(plan.explain())
 
     def test_max_batch_size_of_one_forward_against_twice_as_much(self):
         # 10 in 15 against 20 in 20.
-        plan = solved_plan((5, 5), (1.0, 1.0), (1000, 1000), fixed_ms=10.0, most=10, effective=None)
+        plan = fitted_plan((5, 5), (1.0, 1.0), (1000, 1000), fixed_ms=10.0, most=10, effective=None)
         assert limits_of(plan) == [("max_batch_size", None, 1.5)]
 
     def test_a_larger_max_batch_size_is_no_more_than_memory_holds(self):
         # Ceilings were searched up to 10, and 12 fit in memory. (12, 8) of 20 takes 22, (10, 10) takes 20.
-        plan = solved_plan((5, 5), (1.0, 1.0), (6, 12), fixed_ms=10.0, most=10, effective=None)
+        plan = fitted_plan((5, 5), (1.0, 1.0), (6, 12), fixed_ms=10.0, most=10, effective=None)
         # 16 samples in (6, 10) take 20, and 18 in (6, 12) take 22. 20 do not fit, so 18 is the largest.
         rate = max(16 / 20, 17 / 21, 18 / 22)
         assert limits_of(plan)[-1] == ("max_batch_size", None, round(rate / (10 / 15), 2))
 
     def test_the_effective_batch_against_twice_as_much(self):
         # 100 in 50 + 60 against 200 in 100 + 60.
-        plan = solved_plan((50, 50), (1.0, 1.0), (1000, 1000), update_ms=60.0)
+        plan = fitted_plan((50, 50), (1.0, 1.0), (1000, 1000), update_ms=60.0)
         assert limits_of(plan) == [("effective_batch_size", None, round((200 / 160) / (100 / 110), 2))]
         assert "A larger effective batch is faster: up to +38% at twice the size." in str(plan.explain())
 
     def test_a_ceiling_of_time_is_no_lack_of_memory(self):
-        plan = solved_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
+        plan = fitted_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
         device = replace(plan.devices[0], ceiling=replace(plan.devices[0].ceiling, limited_by="time"))
         assert limits_of(replace(plan, devices=(device, plan.devices[1]))) == []
 
     def test_a_device_of_each_kind_is_asked(self):
-        plan = solved_plan((25, 25, 25, 25), (1.0,) * 4, (1000,) * 4)
+        plan = fitted_plan((25, 25, 25, 25), (1.0,) * 4, (1000,) * 4)
         alike = tuple(replace(device, name="card") for device in plan.devices)
         bounds = replace(plan, devices=alike).explain().bounds
         assert {b.device for b in bounds if b.what == "device"} == {"cuda:0", "cuda:1"}
 
     def test_devices_that_share_a_processor_are_faster_together(self):
-        plan = solved_plan((50, 50), (1.0, 1.0), (1000, 1000), kind="cpu")
+        plan = fitted_plan((50, 50), (1.0, 1.0), (1000, 1000), kind="cpu")
         assert bound_of(plan, "device").gain == pytest.approx(2.0)
 
     def test_ranks(self):
         # As for device 0: the all-reduce, 50 after a backward of 2/3 of 320, is hidden. Without the bound it is not.
-        plan = solved_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
+        plan = fitted_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
         ranks = replace(plan, region=None, fit=replace(plan.fit, all_reduce_s=0.05))
         assert limits_of(ranks) == [("memory", "cuda:0", 4.0)]
         assert ranks.explain().predicted_samples_per_s == pytest.approx(100 / 0.320)
@@ -213,7 +154,7 @@ class TestWhatBounds:
 
 class TestWhatElseThereIs:
     def test_an_even_split(self):
-        plan = solved_plan((80, 20), (1.0, 4.0), (1000, 1000))
+        plan = fitted_plan((80, 20), (1.0, 4.0), (1000, 1000))
         even = plan.explain().even
         assert (even.split, even.accumulation_steps, even.measured) == ((50, 50), 1, False)
         assert even.samples_per_s == pytest.approx(100 / 0.200)
@@ -221,7 +162,7 @@ class TestWhatElseThereIs:
 
     def test_an_even_split_that_was_measured_has_no_other_rate(self):
         """The README had two rates for one split: 40,262 predicted and 41,397 simulated."""
-        plan = solved_plan((80, 20), (1.0, 4.0), (1000, 1000), samples_per_s=1300.0, even_samples_per_s=520.0)
+        plan = fitted_plan((80, 20), (1.0, 4.0), (1000, 1000), samples_per_s=1300.0, even_samples_per_s=520.0)
         explanation = plan.explain()
         assert explanation.even is None
         assert explanation.even_measured.gain == pytest.approx(2.5)
@@ -231,59 +172,59 @@ class TestWhatElseThereIs:
 
     def test_an_even_split_in_as_many_forwards_as_it_needs(self):
         # (21, 20) twice and (9, 9), at 4 for each sample of the slower device.
-        plan = solved_plan((80, 20), (1.0, 4.0), (1000, 20))
+        plan = fitted_plan((80, 20), (1.0, 4.0), (1000, 20))
         even = plan.explain().even
         assert even.accumulation_steps == 3
         assert even.gain == pytest.approx(196 / 80)
 
     def test_no_even_split_fits_a_step_that_can_not_be_accumulated(self):
-        assert solved_plan((80, 20), (1.0, 4.0), (1000, 20), accumulates=False).explain().even is None
+        assert fitted_plan((80, 20), (1.0, 4.0), (1000, 20), accumulates=False).explain().even is None
 
     def test_an_even_plan_has_no_even_split_to_compare(self):
-        assert solved_plan((50, 50), (1.0, 1.0), (1000, 1000)).explain().even is None
+        assert fitted_plan((50, 50), (1.0, 1.0), (1000, 1000)).explain().even is None
 
     def test_each_device_alone(self):
-        alone = solved_plan((80, 20), (1.0, 4.0), (1000, 1000)).explain().alone
+        alone = fitted_plan((80, 20), (1.0, 4.0), (1000, 1000)).explain().alone
         assert [one.devices for one in alone] == [("cuda:0",), ("cuda:1",)]
         assert [one.gain for one in alone] == pytest.approx([100 / 80, 400 / 80])
 
     def test_devices_of_one_kind_are_one_alternative(self):
-        plan = solved_plan((50, 50), (1.0, 1.0), (1000, 1000))
+        plan = fitted_plan((50, 50), (1.0, 1.0), (1000, 1000))
         alike = tuple(replace(device, name="card") for device in plan.devices)
         (alone,) = replace(plan, devices=alike).explain().alone
         assert alone.gain == pytest.approx(2.0)
 
     def test_a_device_that_can_hold_no_rank_is_no_alternative(self):
-        plan = solved_plan((80, 20), (1.0, 4.0), (1000, 1000), ddp=DdpPlan((), 0.0, "cuda:1 is too small"))
+        plan = fitted_plan((80, 20), (1.0, 4.0), (1000, 1000), ddp=DdpPlan((), 0.0, "cuda:1 is too small"))
         assert [one.devices for one in plan.explain().alone] == [("cuda:0",)]
 
     def test_nothing_is_claimed_on_a_shared_processor(self):
-        explanation = solved_plan((50, 50), (1.0, 1.0), (1000, 1000), kind="cpu").explain()
+        explanation = fitted_plan((50, 50), (1.0, 1.0), (1000, 1000), kind="cpu").explain()
         assert explanation.even is explanation.fastest is None
         assert explanation.alone == ()
         assert "autosplit reports no gain over an even split or a single device" in str(explanation)
 
     def test_a_gib_more_on_a_replica(self):
         # It can hold 20 samples more: (60, 40) at 240 instead of (80, 20) at 320.
-        plan = solved_plan((80, 20), (4.0, 1.0), (1000, 20), accumulates=False)
+        plan = fitted_plan((80, 20), (4.0, 1.0), (1000, 20), accumulates=False)
         more = plan.explain().more_memory
         assert (more.device, more.pays) == ("cuda:1", True)
         assert more.gain == pytest.approx(320 / 240)
         assert more.samples_per_s == pytest.approx(100 / 0.240)
 
     def test_a_gib_more_on_device_0(self):
-        more = solved_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False).explain().more_memory
+        more = fitted_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False).explain().more_memory
         assert (more.device, more.gain) == ("cuda:0", pytest.approx(320 / 240))
 
     def test_what_device_0_gathers_takes_its_part_of_the_gib(self):
         # A gathered sample also takes a twentieth of a GiB. 100 samples fill 6 GiB, and a GiB on either side leaves 20.
-        plan = solved_plan((20, 80), (1.0, 4.0), (120, 1000), accumulates=False)
+        plan = fitted_plan((20, 80), (1.0, 4.0), (120, 1000), accumulates=False)
         region = replace(plan.region, primary=MemoryFit(0.0, PER_SAMPLE, PER_SAMPLE), primary_ceiling=60)
         more = replace(plan, region=region, ceilings=(20, 80)).explain().more_memory
         assert more.gain == pytest.approx(320 / 240)
 
     def test_a_gib_more_brings_nothing_where_time_bounds(self):
-        explanation = solved_plan((80, 20), (1.0, 4.0), (1000, 1000)).explain()
+        explanation = fitted_plan((80, 20), (1.0, 4.0), (1000, 1000)).explain()
         assert not explanation.more_memory.pays
         assert "1 GiB more on cuda:0, the fullest device, would not help." in str(explanation)
 
@@ -301,7 +242,7 @@ class TestWhatElseThereIs:
 
     @pytest.mark.parametrize(("rate", "fastest"), [(900.0, "balanced"), (1100.0, "ddp")])
     def test_the_faster_of_two(self, rate, fastest):
-        plan = solved_plan((80, 20), (1.0, 4.0), (1000, 1000), samples_per_s=1000.0)
+        plan = fitted_plan((80, 20), (1.0, 4.0), (1000, 1000), samples_per_s=1000.0)
         plan = replace(plan, ddp=replace(plan.ddp, samples_per_s=rate))
         assert plan.fastest == plan.explain().fastest == fastest
         said = "BalancedDataParallel is 1.11 times as fast as DDP" if rate < 1000 else "DDP is 1.10 times as fast as"
@@ -309,26 +250,26 @@ class TestWhatElseThereIs:
         assert f"DistributedDataParallel {rate_text(rate)} (predicted)" in str(plan.explain())
 
     def test_there_is_nothing_to_compare_with_one_answer(self):
-        plan = solved_plan((80, 20), (1.0, 4.0), (1000, 1000))
+        plan = fitted_plan((80, 20), (1.0, 4.0), (1000, 1000))
         assert replace(plan, ddp=DdpPlan((), 0.0, "too small")).fastest is None
         assert replace(plan, region=None).fastest is None
-        assert solved_plan((100,), (1.0,), (1000,)).fastest is None
+        assert fitted_plan((100,), (1.0,), (1000,)).fastest is None
 
 
 class TestAdvice:
     def test_the_learning_rate_has_the_users_own_batch_as_its_base(self):
         """It was relative to the sample batch, whose size is arbitrary."""
-        text = str(solved_plan((50, 50), (1.0, 1.0), (1000, 1000), sample_batch_size=8).explain())
+        text = str(fitted_plan((50, 50), (1.0, 1.0), (1000, 1000), sample_batch_size=8).explain())
         assert "tuned for B samples per step, scale it. For SGD with warm-up, multiply by 100 / B" in text
         assert "sample batch" not in text
 
     def test_a_stored_explanation_without_the_effective_batch_is_made_again(self):
-        plan = with_explanation(solved_plan((50, 50), (1.0, 1.0), (1000, 1000)))
+        plan = with_explanation(fitted_plan((50, 50), (1.0, 1.0), (1000, 1000)))
         older = replace(plan.explained, explanation=replace(plan.explained.explanation, effective_batch_size=0))
         assert replace(plan, explained=older).explain().effective_batch_size == 100
 
     def test_the_fit_is_held_against_the_trials(self):
-        plan = solved_plan((50, 50), (1.0, 1.0), (1000, 1000))
+        plan = fitted_plan((50, 50), (1.0, 1.0), (1000, 1000))
         residuals = tuple(Residual((50, 50), 1, 1.0, seconds) for seconds in (0.9, 1.02, 1.0))
         trials = tuple(Trial(i, 50, 100, 1, (50, 50), 100.0, share) for i, share in enumerate((0.01, 0.03, 0.02)))
         failed = Trial(3, 60, 100, 1, (60, 40), failure="cuda:0 ran out of memory")
@@ -339,7 +280,7 @@ class TestAdvice:
 
     def test_what_the_loader_has_to_deliver(self):
         assert "The loader must deliver 1,300 samples/s" in str(
-            solved_plan((50, 50), (1.0, 1.0), (1000, 1000), samples_per_s=1300.0).explain()
+            fitted_plan((50, 50), (1.0, 1.0), (1000, 1000), samples_per_s=1300.0).explain()
         )
 
     def test_a_plan_without_a_fit_says_what_it_knows(self):
@@ -359,7 +300,7 @@ def plans(draw: st.DrawFn) -> Plan:
     count = draw(st.integers(1, 3))
     caps = tuple(draw(st.integers(3, 60)) for _ in range(count))
     split = tuple(draw(st.integers(1, min(cap, 20))) for cap in caps)
-    return solved_plan(
+    return fitted_plan(
         split,
         tuple(draw(MILLISECONDS) for _ in range(count)),
         caps,
@@ -384,7 +325,7 @@ class TestAnExplanationThatIsKept:
 
     @staticmethod
     def kept(monkeypatch) -> Plan:
-        plan = Plan.from_json(with_explanation(solved_plan((50, 50), (1, 1), (60, 60))).to_json())
+        plan = Plan.from_json(with_explanation(fitted_plan((50, 50), (1, 1), (60, 60))).to_json())
 
         def fail(_plan):
             raise AssertionError("it was made again")
@@ -393,7 +334,7 @@ class TestAnExplanationThatIsKept:
         return plan
 
     def test_it_is_read_from_the_file(self, monkeypatch):
-        fresh = solved_plan((50, 50), (1, 1), (60, 60)).explain()
+        fresh = fitted_plan((50, 50), (1, 1), (60, 60)).explain()
         assert self.kept(monkeypatch).explain() == fresh
 
     def test_notes_leave_it_as_it_is(self, monkeypatch):
@@ -408,12 +349,12 @@ class TestAnExplanationThatIsKept:
             plan.explain()
 
     def test_it_does_not_tell_plans_apart(self):
-        plan = solved_plan((50, 50), (1, 1), (60, 60))
+        plan = fitted_plan((50, 50), (1, 1), (60, 60))
         assert with_explanation(plan) == plan
 
     def test_ranks_agree_on_a_plan_that_one_of_them_has_explained(self):
         """A rank rejected the others' plan, because only the plan of the saving rank had an explanation."""
-        plan = solved_plan((50, 50), (1, 1), (60, 60))
+        plan = fitted_plan((50, 50), (1, 1), (60, 60))
         kept = replace(with_explanation(plan), notes=noted("tuned here"))
         assert without_notes(kept).to_json() == without_notes(plan).to_json()
 
@@ -434,7 +375,7 @@ class TestAnExplanationThatIsKept:
         ],
     )
     def test_one_that_was_tampered_with_is_refused(self, old, new):
-        text = with_explanation(solved_plan((70, 30), (1, 2), (100, 100))).to_json()
+        text = with_explanation(fitted_plan((70, 30), (1, 2), (100, 100))).to_json()
         assert old in text
         with pytest.raises(PlanError):
             Plan.from_json(text.replace(old, new))
@@ -450,7 +391,7 @@ class TestAnExplanationThatIsKept:
     )
     def test_one_that_contradicts_its_plan_is_made_anew(self, told):
         """Its digest is in the plan's file, so anyone who changes the file can change the digest."""
-        plan = with_explanation(solved_plan((70, 30), (1, 2), (100, 100)))
+        plan = with_explanation(fitted_plan((70, 30), (1, 2), (100, 100)))
         explanation = plan.explained.explanation
         tampered = replace(plan, explained=replace(plan.explained, explanation=replace(explanation, **told)))
         again = Plan.from_json(tampered.to_json())
@@ -491,7 +432,7 @@ def test_more_memory_takes_no_split_away(plan, more_bytes, index, batch_size):
     assert all(larger >= ceiling for larger, ceiling in ceilings)
 
 
-PLAIN = solved_plan((20, 80), (1.0, 4.0), (20, 1000), update_ms=5.0, most=150).to_dict()
+PLAIN = fitted_plan((20, 80), (1.0, 4.0), (20, 1000), update_ms=5.0, most=150).to_dict()
 NUMBERS = st.sampled_from([0, 1, -1, 2**63 - 1, 2**62, 0.0, 1e-300, 1e300, None, [], [1], [[1, 1.0]]])
 
 

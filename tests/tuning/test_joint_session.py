@@ -53,12 +53,12 @@ from autosplit.solve.search_space import Space
 from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import RankStepTime, StepTime, TimeCurve
 from autosplit.solve.trial import Trial
+from autosplit.tools import precision as precisions
 from autosplit.tuning import rank_group as jobs
 from autosplit.tuning.peers import Failure, Interrupts, Peers
 from autosplit.tuning.rank_steps import RankSteps
 from autosplit.tuning.tune import TuningInterrupted
 from autosplit.tuning.worker import agreed
-from autosplit.workload import precision as precisions
 
 DEVICES = "cpu:400KiB,cpu:200KiB"
 LIMIT_S = 300
@@ -591,7 +591,7 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, victim: int) -> N
 FILE = """
 import os
 import torch
-from autosplit.workload import precision as precisions
+from autosplit.tools import precision as precisions
 import autosplit
 
 def loss(model, batch):

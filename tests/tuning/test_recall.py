@@ -50,7 +50,7 @@ from autosplit.tuning import session
 from autosplit.tuning import tune as tuning
 from autosplit.tuning.recall import Recalled
 from autosplit.tuning.tune import tune
-from autosplit.tuning.worker import Variant, Worker, Workers, alone
+from autosplit.tuning.worker import Worker, Workers, alone
 from autosplit.workload.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
@@ -306,10 +306,9 @@ def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_f
     kib = int(fixed + share * (most - fixed)) // 1024
     lowered = request_for(on(kib), effective, strategy=strategy, max_batch_size=1024)
     key = ProfileKey({}, {}, {})
-    with Worker(alone(lowered, {}), lambda _variant: make) as worker:
+    with Worker(alone(lowered, {}), lambda _number: make) as worker:
         workers = Workers(worker)
-        workers.ask(Worker.prepare, [Variant()])
-        workers.ask(Worker.build, 0)
+        workers.ask(Worker.build)
         workers.trace(lowered, key)
         found = Recalled(whole, Path("ab12.json"), short="less memory is free")
         again, _ = recalling.tried_again(key, lowered, found, workers)

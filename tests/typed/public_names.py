@@ -12,16 +12,16 @@ from typing_extensions import assert_type
 
 import autosplit
 from autosplit.devices.device import Device
-from autosplit.extras.compare import Comparison
+from autosplit.integrations.exported import Export
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.epoch_steps import Steps
-from autosplit.plan.exported import Export
-from autosplit.plan.goodput import Goodput
 from autosplit.plan.measured_step import MeasuredStep
 from autosplit.plan.split_comparison import SplitComparison
 from autosplit.probe.check_result import Check
 from autosplit.runtime.memory_tracker import Tracker
+from autosplit.sim.compare import Comparison
 from autosplit.solve.memory import Ceiling
+from autosplit.tools.goodput import Goodput
 
 
 def names() -> None:
@@ -35,7 +35,9 @@ def tuning(model: nn.Module, batch: Tensor) -> None:
     assert_type(autosplit.workload_from_name("timm:resnet18"), autosplit.Workload)
     assert_type(autosplit.tune(model, batch, effective_batch_size=512), autosplit.Plan)
     autosplit.tune(model, batch, gpus=2)  # type: ignore[call-arg]  # an unknown keyword is an error
-    assert_type(autosplit.tune(lambda: workload, devices="sim:2xL4", precision=("none", "bf16")), autosplit.Plan)
+    assert_type(autosplit.tune(lambda: workload, devices="sim:2xL4", precision="bf16"), autosplit.Plan)
+    assert_type(autosplit.tune_best(lambda: workload, precision=("none", "bf16")).plan, autosplit.Plan)
+    assert_type(autosplit.tune_lengths(workload, lengths=[3, 5]), autosplit.Plan)
     assert_type(autosplit.measure(workload, devices="sim:2xL4", split=(8, 4)), MeasuredStep)
     assert_type(autosplit.compare(workload, devices=["sim:2xL4"], prices={"2xL4": 1.2}), Comparison)
     assert_type(autosplit.find_ceiling(workload, "cpu:2GiB", role="primary"), Ceiling)

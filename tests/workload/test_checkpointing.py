@@ -7,7 +7,7 @@ from raised import raises
 from torch import nn
 
 from autosplit.errors import WorkloadError
-from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
+from autosplit.workload.checkpointing import Checkpointing
 
 
 class Block(nn.Sequential):
@@ -69,20 +69,3 @@ def test_a_model_that_checkpoints_them_already_is_refused():
         layer.gradient_checkpointing = True
     with raises(WorkloadError, "checkpointing-already"):
         Checkpointing(("auto",), 2).names_in(model)
-
-
-def test_three_ways_are_tuned_for():
-    assert checkpointing_list(None) == (None,)
-    assert [str(way) for way in checkpointing_list("auto")] == [
-        "None",
-        "every second layer checkpointed",
-        "every layer checkpointed",
-    ]
-    assert str(checkpointing_list((Block, "GRU"))[2]) == "every Block or GRU checkpointed"
-    assert checkpointing_list("Block, GRU")[1] == Checkpointing(("Block", "GRU"), 2)
-
-
-@pytest.mark.parametrize("odd", [True, 3, (), "", "no name", ("auto", Block), [None], nn.ReLU(), int])
-def test_what_names_no_layers_is_refused(odd):
-    with raises(WorkloadError, "checkpointing-value"):
-        checkpointing_list(odd)

@@ -13,7 +13,7 @@ from autosplit.cli.workload_arguments import users_errors
 
 def check(manner: Manner, *, spec: str, model_options: Mapping[str, Any]) -> int:
     """Check a workload, and print the results."""
-    from autosplit.extras.workload_spec import workload_of_spec
+    from autosplit.cli.workload_spec import workload_of_spec
     from autosplit.probe import gradient_check as checks
     from autosplit.tuning.progress import Progress, fraction_of
 

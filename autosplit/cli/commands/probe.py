@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autosplit.addons import addon
 from autosplit.cli.json_types import Ceilings, answer_of
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
 from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
 from autosplit.cli.workload_arguments import check_before_running, isolates, sendable, users_errors
 from autosplit.devices.device import Device
 from autosplit.errors import InputError
-from autosplit.plan.canvas import check_installed
-from autosplit.plan.charts import unit_of
 from autosplit.solve.memory import Ceiling, Role
 from autosplit.text import counted_text, size_text
 from autosplit.tuning.progress import Progress
@@ -67,7 +64,7 @@ def probe(
         answer = answer_of({"simulated": simulated, "ceilings": ceilings, "notes": notes}, Ceilings)
         print_answer(answer, manner, lambda console: _print(ceilings, notes, console, simulated=simulated))
         if plot is not None:  # last, because it may fail
-            _plot(ceilings, plot)
+            addon("ceiling_plot")(ceilings, plot)
     if interrupted:
         return EXIT_INTERRUPTED
     return misfits[0].exit_code if misfits else 0
@@ -83,7 +80,7 @@ def _check_flags(roles: Sequence[str], time_limit_s: float | None, plot: str | N
             code="time-limit",
         )
     if plot is not None:
-        _check_plot(plot)
+        addon("check_plot")(plot)
 
 
 def _find_ceilings(
@@ -99,8 +96,8 @@ def _find_ceilings(
     isolate: bool | None = None,
     **keywords: Any,
 ) -> None:
+    from autosplit.cli.workload_spec import workload_of_spec
     from autosplit.devices.spec import parse_devices
-    from autosplit.extras.workload_spec import workload_of_spec
     from autosplit.oom import DoesNotFitError
     from autosplit.probe.find_ceiling import find_ceiling
 
@@ -161,58 +158,3 @@ def _found_text(ceiling: Ceiling, *, simulated: bool) -> str:
         return "traces"
     sure = "confirmed" if ceiling.confirmed else "predicted"
     return f"{counted_text(ceiling.steps, 'step')}, {ceiling.ooms} OOM, {sure}"
-
-
-def _check_plot(path: str) -> None:
-    check_installed("matplotlib.figure", "--plot")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
-    if Path(path).suffix.lstrip(".").lower() not in kinds:
-        raise InputError(
-            f"--plot {path} does not end in a known format ({', '.join(kinds)}). Write --plot plot.png.",
-            code="plot-format",
-        )
-    if not Path(path).parent.is_dir():
-        raise InputError(
-            f"--plot {path} is in a folder that does not exist. Create {Path(path).parent}, or choose another folder.",
-            code="plot-folder",
-        )
-
-
-def _plot(ceilings: Sequence[Ceiling], path: str) -> None:
-    from matplotlib.figure import Figure  # without pyplot, which shares state with user code
-
-    found = [ceiling for ceiling in ceilings if ceiling.batch_size]
-    columns = min(3, max(1, len(found)))
-    rows = math.ceil(len(found) / columns)
-    figure = Figure(figsize=(5.5 * columns, 4 * rows), layout="constrained")
-    for position, ceiling in enumerate(found, 1):
-        _draw_ceiling(figure.add_subplot(rows, columns, position), ceiling)
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise InputError(
-            f"The plot can't be written to {path} ({error.strerror}). Choose another file.",
-            code="plot-not-written",
-        ) from error
-
-
-def _draw_ceiling(axes: Any, ceiling: Ceiling) -> None:
-    unit, factor = unit_of(ceiling.capacity_bytes)
-    ends = (0, ceiling.batch_size)
-    axes.plot(
-        ends,
-        [(ceiling.fixed_bytes + ceiling.bytes_per_sample * n) / factor for n in ends],
-        color="tab:blue",
-        label=f"{size_text(ceiling.fixed_bytes)} + {size_text(ceiling.bytes_per_sample)} per sample",
-    )
-    points = [point for point in ceiling.points if point[0] <= 2 * ceiling.batch_size]
-    for ran, marker, label in ((False, "x", "traced"), (True, "o", "ran")):
-        chosen = [(n, nbytes / factor) for n, nbytes, it_ran in points if it_ran is ran]
-        if chosen:
-            axes.scatter(*zip(*chosen, strict=True), marker=marker, color="tab:blue", label=label)
-    axes.axhline(ceiling.capacity_bytes / factor, color="tab:red", linestyle="--", label="capacity")
-    axes.axvline(ceiling.batch_size, color="tab:gray", linestyle=":", label=f"ceiling {ceiling.batch_size:,}")
-    axes.set(title=f"{ceiling.device} as {ceiling.role}", xlabel="samples", ylabel=unit, xlim=(0, None), ylim=(0, None))
-    axes.legend(fontsize="small", loc="lower right")

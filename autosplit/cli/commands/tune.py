@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from autosplit.addons import addon
 from autosplit.cli.named_plan import shown_by
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_plan, progress, speaks
 from autosplit.cli.pasted_code import Origin
@@ -16,19 +17,15 @@ from autosplit.cli.workload_arguments import (
     check_before_running,
     flags_of,
     isolates,
-    lengths_in,
     loaded,
     ranks_to_start,
     tuned_quietly,
-    users_errors,
 )
 from autosplit.errors import InputError, PlanError
 from autosplit.launcher import end_with_launcher
 from autosplit.plan.plan import Plan
 from autosplit.profiles.store import NOT_SAVED
-from autosplit.text import without_passwords
 from autosplit.tuning.progress import Progress
-from autosplit.workload.from_file import load_loader
 
 
 def tune(
@@ -44,7 +41,7 @@ def tune(
     end_with_launcher()
     keywords = {**_one_machine(spec, devices), **keywords}
     check_before_running(keywords, output)
-    lengths = {"lengths": lengths_in(keywords["lengths"])} if "lengths" in keywords else {}
+    lengths = {"lengths": addon("lengths_in")(keywords["lengths"])} if "lengths" in keywords else {}
     folder = Path.cwd()
     together, keywords = as_rank(keywords)
     if (count := ranks_to_start(keywords, together=together)) > 1:
@@ -101,20 +98,7 @@ def _one_machine(spec: str, devices: Sequence[str]) -> dict[str, str]:
 
 def _fit_to(spec: str | None) -> Callable[[Plan], Plan]:
     """Return a function that fits a plan to the DataLoader of a file. The DataLoader is loaded and checked now."""
-    if spec is None:
-        return lambda plan: plan
-    from autosplit.extras.loader_bound import fit_to_loader
-    from autosplit.extras.loader_speed import check_loader
-
-    with users_errors(spec):
-        loader = load_loader(spec)
-        check_loader(loader)
-
-    def fit(plan: Plan) -> Plan:
-        with users_errors(spec):
-            return fit_to_loader(plan, loader)
-
-    return fit
+    return addon("loader_fit")(spec) if spec is not None else lambda plan: plan
 
 
 def _tuned(
@@ -144,8 +128,6 @@ def _origin(
     model_options: Mapping[str, Any],
     saved: str | None,
 ) -> Origin:
-    if "storage" in keywords:  # these lines are printed and copied
-        keywords = {**keywords, "storage": without_passwords(str(keywords["storage"]))}
     elsewhere = {keyword: value for keyword, value in keywords.items() if keyword not in {"devices", "profile"}}
     flags = flags_of({**elsewhere, **model_options})
     command = shlex.join(["python", "-m", "autosplit", "tune", spec, "--devices", "cuda", *flags])

@@ -1,0 +1,83 @@
+"""Run ``autosplit export``: convert a plan to another tool's settings."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autosplit.cli.json_types import answer_of
+from autosplit.cli.named_plan import named_or_newest
+from autosplit.cli.output import Manner, json_text, note, write_json
+from autosplit.errors import InputError
+from autosplit.files import what_stands_at
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A plan as the settings of another tool.
+
+    Attributes:
+        to: The tool or the format.
+        exact: Whether the tool trains exactly as the plan does.
+        lost_share: The predicted loss of samples/s, as a share of the plan's. None if it is unknown.
+        notes: What the tool cannot do, one sentence each.
+        settings: The settings by the tool's own names.
+        text: The text to paste.
+    """
+
+    to: str
+    exact: bool
+    lost_share: float | None
+    notes: tuple[str, ...]
+    settings: Mapping[str, Any]
+    text: str
+
+
+def export(
+    manner: Manner, *, which: str | None = None, to: str | None = None, output: str | None = None, force: bool = False
+) -> int:
+    """Print or save a plan's settings for another tool."""
+    to = _checked(to, output, force=force)
+    path, plan = named_or_newest(which, manner)
+    found = plan.export(to, path=path)
+    text = found.text
+    if manner.as_json:
+        text = json_text(answer_of(found, Exported))
+    if output is not None:
+        replace(found, text=text).save(output)
+    if not manner.as_json and (output is not None or not found.tells_notes):
+        for one in found.notes:
+            note(f"note: {one}", manner)
+    if output is None and manner.as_json:
+        write_json(text)
+    elif output is None:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+def _checked(to: str | None, output: str | None, *, force: bool) -> str:
+    from autosplit.integrations.export import FORMATS
+
+    if to not in FORMATS:
+        given = "--to is missing" if to is None else f"--to {to!r} is not an export format"
+        raise InputError(f"{given}. Choose one of {', '.join(FORMATS)}, as in --to {FORMATS[0]}.", code="export-format")
+    if output is None:
+        return to
+    stands = what_stands_at(output)
+    if stands is not None:
+        raise InputError(
+            f"--output {output} is {stands}, not a file. "
+            + (f"Write --output {Path(output) / 'settings'}." if stands == "a folder" else "Choose another name."),
+            code="export-output-not-a-file",
+        )
+    if not force and os.path.lexists(output):
+        raise InputError(
+            f"--output {output} exists. Choose another name, or replace it with --force.",
+            code="export-output-exists",
+        )
+    return to

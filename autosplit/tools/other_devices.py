@@ -1,0 +1,185 @@
+"""Assign a plan's batch sizes to the ranks of a job by their devices. Solve the plan again if other devices are there.
+
+plan    RTX 3090: 24 samples, RTX 3060: 8 samples, effective batch 64
+job     rank 0 RTX 3060, rank 1 RTX 3090   ->   8 and 24 samples
+job     rank 0 RTX 3060                    ->   solved again: 16 samples, 4 micro-steps
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from autosplit.ddp.context import effective_batch_size_of
+from autosplit.ddp.device import told_by_all
+from autosplit.ddp.rendezvous import Place
+from autosplit.devices.accelerator import visible_devices
+from autosplit.errors import DeviceError, PlanError
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import PlanDevice
+from autosplit.plan.torchrun import refuse_unfit
+from autosplit.profiles.less_memory import Lack, solved_again
+from autosplit.solve.split import accumulation_steps
+from autosplit.text import printable, size_text
+
+
+@dataclass(frozen=True)
+class RankDevice:
+    """The device of a rank.
+
+    Attributes:
+        label: torch's name of the device in the rank's process, such as ``"cuda:1"``.
+        name: Model name of the device.
+        budget_bytes: Memory budget of a CPU. None if the device has no budget.
+    """
+
+    label: str
+    name: str
+    uuid: str | None = None
+    budget_bytes: int | None = None
+
+    def __str__(self) -> str:
+        return _kind_text(self.name, self.budget_bytes)
+
+
+def own_device(plan: Plan, place: Place) -> RankDevice:
+    """Return the device of this process in an elastic job: the GPU with the number of its local rank, or a CPU."""
+    kind = plan.devices[0].kind
+    if kind == "cpu":  # memory budgets exist only in the plan
+        planned = plan.devices[min(place.rank, len(plan.devices) - 1)]
+        return RankDevice(f"cpu:{place.rank}", planned.name, budget_bytes=_budget_of(planned))
+    gpus = visible_devices(kind)
+    index = 0 if len(gpus) == 1 else place.rank if place.local_rank is None else place.local_rank
+    if index >= len(gpus):
+        raise DeviceError(
+            f"The process has local rank {index}, but it sees {len(gpus)} {kind} devices. Expected a device for each "
+            "process. Start one process per device (torchrun --nproc-per-node gpu).",
+            code="rank-device-absent",
+        )
+    return RankDevice(f"{kind}:{index}", gpus[index].name, gpus[index].uuid)
+
+
+def devices_of_job(own: RankDevice, place: Place, store: Any) -> list[RankDevice]:
+    """Return every rank's device. Exchange them through the store, or through an existing process group."""
+    if store is None:
+        return told_by_all(own)
+    store.set(f"device/{place.rank}", json.dumps(asdict(own)))
+    return [RankDevice(**json.loads(store.get(f"device/{rank}"))) for rank in range(place.world_size)]
+
+
+def plan_for_job_devices(plan: Plan, place: Place, store: Any) -> Plan:
+    """Return the plan for the devices of this elastic job. All ranks call this."""
+    return plan_for_devices(plan, devices_of_job(own_device(plan, place), place, store))
+
+
+def plan_for_devices(plan: Plan, devices: Sequence[RankDevice]) -> Plan:
+    """Return the plan for a job whose rank `r` has `devices[r]`. It is a plan for DDP only.
+
+    A device is found in the plan by its UUID, or by its name and budget. If each of the plan's devices has exactly one
+    rank, the batch sizes stay the same. Otherwise they are solved again from the plan's measured times and ceilings,
+    and the throughput is predicted. The effective batch size stays the same in both cases.
+
+    Raises:
+        DeviceError: The plan has no device of this kind, or is for simulated GPUs.
+        PlanError: The plan has no ranks. Or the devices differ, and the plan has no time model or its optimizer step
+            does not fit. Or the devices differ, and the plan is for a sharded model.
+    """
+    refuse_unfit(plan)
+    entries = _entries(plan, devices)
+    found = of_entries(plan, entries, devices)
+    if sorted(entries) == [*range(len(plan.devices))]:
+        return found
+    if plan.ddp.shard_size is not None:
+        raise PlanError(
+            f"The plan is for a sharded model on {len(plan.devices)} devices, and the job has {len(devices)} or others "
+            f"({', '.join(map(str, devices))}). Expected the plan's devices, because a rank's memory depends on their "
+            "number. Call setup with the unsharded plan, or start the job on the plan's devices.",
+            code="sharded-plan-for-other-devices",
+        )
+    effective = found.effective_batch_size
+    capacities = tuple(rank.ceiling.capacity_bytes for rank in found.ddp.ranks)
+    lack = Lack(capacities, waiting_bytes=0, least_batch=plan.ddp.least_batch)
+    again = solved_again(replace(found, effective_batch_sizes=(effective, effective)), lack)
+    if again is None:
+        why = "has no time model" if plan.fit is None else f"has {effective} samples per optimizer step"
+        raise PlanError(
+            f"The plan for {len(plan.devices)} devices {why}. So autosplit can't adapt it to the job's devices "
+            f"({', '.join(map(str, devices))}). Start the job on the plan's devices, or tune again for the job's "
+            "devices.",
+            code="plan-for-other-devices",
+        )
+    return again
+
+
+def _entries(plan: Plan, devices: Sequence[RankDevice]) -> list[int]:
+    """Return the index of each rank's device in the plan. Several ranks get the same index if the plan has too few."""
+    by_uuid: dict[str | None, int] = {device.uuid: entry for entry, device in enumerate(plan.devices)}
+    by_uuid.pop(None, None)
+    found = [by_uuid.get(device.uuid) for device in devices]
+    free = [entry for entry in range(len(plan.devices)) if entry not in found]
+    for rank, device in enumerate(devices):
+        if found[rank] is None:
+            kind = [entry for entry, planned in enumerate(plan.devices) if _is_kind(planned, device)]
+            if not kind:
+                _refuse(plan, rank, device)
+            entry = next((entry for entry in kind if entry in free), kind[0])
+            found[rank] = entry
+            free = [other for other in free if other != entry]
+    return [entry for entry in found if entry is not None]
+
+
+def _is_kind(planned: PlanDevice, device: RankDevice) -> bool:
+    return (planned.name, _budget_of(planned)) == (device.name, device.budget_bytes)
+
+
+def _budget_of(planned: PlanDevice) -> int | None:
+    return planned.memory_bytes if planned.budgeted else None
+
+
+def _kind_text(name: str, budget_bytes: int | None) -> str:
+    return printable(name) if budget_bytes is None else f"{printable(name)} with {size_text(budget_bytes)}"
+
+
+def _refuse(plan: Plan, rank: int, device: RankDevice) -> None:
+    kinds = dict.fromkeys(_kind_text(planned.name, _budget_of(planned)) for planned in plan.devices)
+    raise DeviceError(
+        f"Rank {rank} has the device {device}, but the plan only has measurements of {', '.join(kinds)}. Start the "
+        "rank on such a device, or tune again with this device.",
+        code="device-not-measured",
+    )
+
+
+def of_entries(plan: Plan, entries: Sequence[int], devices: Sequence[RankDevice]) -> Plan:
+    """Return a plan for DDP only with one rank for each entry, and the batch size of that entry."""
+    effective = effective_batch_size_of(plan)
+    before = [plan.ddp.ranks[entry] for entry in entries]
+    sizes = tuple(rank.batch_size for rank in before)
+    steps = accumulation_steps(effective, sum(sizes))
+    ranks = tuple(
+        replace(rank, rank=number, device=device.label, accumulation_steps=steps)
+        for number, (rank, device) in enumerate(zip(before, devices, strict=True))
+    )
+    planned = tuple(
+        replace(plan.devices[entry], label=device.label, uuid=device.uuid, share=size)
+        for entry, device, size in zip(entries, devices, sizes, strict=True)
+    )
+    return replace(
+        plan,
+        split=sizes,
+        gpu0_bsz=sizes[0],
+        batch_size=sum(sizes),
+        accumulation_steps=steps,
+        effective_batch_size=effective,
+        samples_per_s=plan.ddp.samples_per_s,
+        even_samples_per_s=None,
+        ceilings=tuple(max(rank.ceiling.batch_size, rank.batch_size) for rank in before),
+        devices=planned,
+        ddp=replace(plan.ddp, ranks=ranks, effective_batch_size=effective, even_samples_per_s=None),
+        region=None,
+        fit=None if plan.fit is None else plan.fit.among(entries),
+        trials=(),
+        changes=None,
+        explained=None,
+    )
