@@ -95,8 +95,6 @@ def workload_of(workload: Workload) -> dict[str, Any]:
     plain = ("precision", "loss_reduction", "loss_scope", "batch_dim")
     if workload.checkpointing is not None:
         described["checkpointing"] = str(workload.checkpointing)
-    if "eval" in workload.held and workload.evaluate is not None:
-        described["evaluate"] = digest_of(Describer().of(workload.evaluate))
     return {**described, **{name: getattr(workload, name) for name in plain}}
 
 

@@ -51,7 +51,6 @@ from autosplit.solve.search_space import Space
 from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import RankStepTime, StepTime, TimeCurve
 from autosplit.solve.trial import Trial
-from autosplit.tools import precision as precisions
 from autosplit.tuning import rank_group as jobs
 from autosplit.tuning import rank_steps
 from autosplit.tuning.peers import Failure, Interrupts, Peers
@@ -315,16 +314,6 @@ def with_less_memory() -> dict[str, Any]:
     return {"first": first.to_json(), "second": second.to_json()}
 
 
-def with_unlike_cards() -> list[str]:
-    """Tune for two precisions. Rank 1's GPU lacks units for one of them, which rank 0 cannot know."""
-    real, precisions._has_bf16 = precisions._has_bf16, lambda _device: rank_here() == 0
-    try:
-        plan = tune(workload(), precision=("none", "bf16"), profile="off", n_trials=1)
-    finally:
-        precisions._has_bf16 = real
-    return [note.text for note in plan.notes if "bf16" in note.text]
-
-
 SCENARIOS: dict[str, Callable[[], Any]] = {
     "tuned": tuned,
     "without memory": without_memory,
@@ -349,8 +338,6 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "unused": lambda: tune(workload(Net(unused=True)), profile="off", n_trials=1).to_json(),
     "without memory in a timed step": without_memory_in_a_timed_step,
     "less memory": with_less_memory,
-    "unlike cards": with_unlike_cards,
-    "fits": lambda: tune(workload(), profile="off", n_trials=1, fits="save,eval").to_json(),
 }
 
 
@@ -425,26 +412,10 @@ class TestTwoRanks:
         assert not second.ddp.measured
         assert all(device.peak_bytes <= device.capacity_bytes for device in second.devices)
 
-    def test_ask_each_about_its_own_card(self, ranks: Any) -> None:
-        """Each rank asked its own cuda:0 about all GPUs, so ranks with different GPUs chose different precisions."""
-        for (said,) in found_by(ranks, "unlike cards"):
-            assert said.startswith("autosplit did not try bf16, because cpu:1 (cpu) has no native bfloat16")
-
     def test_a_parameter_without_a_gradient_is_told_to_ddp(self, ranks: Any) -> None:
         assert plan_of(ranks, "unused").ddp.options.find_unused_parameters
         tuned = Plan.from_json(found_by(ranks, "tuned")[0]["plan"], source="a scenario")
         assert not tuned.ddp.options.find_unused_parameters
-
-    def test_leave_room_for_what_is_saved_and_evaluate_each_for_itself(self, ranks: Any) -> None:
-        plan = plan_of(ranks, "fits")
-        tuned = Plan.from_json(found_by(ranks, "tuned")[0]["plan"], source="a scenario")
-        assert plan.fits is not None
-        large, small = (ceiling.batch_size for ceiling in plan.fits.evaluation)
-        assert large > small > 0
-        pairs = zip(plan.ddp.ranks, tuned.ddp.ranks, strict=True)
-        more_bytes = [kept.ceiling.fixed_bytes - free.ceiling.fixed_bytes for kept, free in pairs]
-        assert more_bytes == pytest.approx([plan.fits.copies_bytes] * 2, abs=1024)
-        assert plan.fits.copies_bytes > 4096
 
     def test_a_rank_that_lacks_memory_is_everyones_failed_step_and_no_more(self, ranks: Any) -> None:
         one, other = found_by(ranks, "without memory")
@@ -560,7 +531,6 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, victim: int) -> N
 FILE = """
 import os
 import torch
-from autosplit.tools import precision as precisions
 import autosplit
 
 def loss(model, batch):
