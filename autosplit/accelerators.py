@@ -95,13 +95,11 @@ def checked_module(module: Any) -> nn.Module:
     if isinstance(module, type):
         raise InputError(
             f"model is the class {module.__name__}. Expected an instance. Pass {module.__name__}(...).",
-            code="model-is-class",
         )
     if not hasattr(module, "named_parameters"):
         raise InputError(
             f"model is {shown(module)}. Expected an nn.Module. Pass the model that was tuned. If you tuned several "
             "models, pass each model separately.",
-            code="model-type",
         )
     found: nn.Module = module
     return found
@@ -129,7 +127,6 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
             f"The {type(module).__name__} got new parameters when it moved to {device}, and something still uses the "
             f"old {held!r}. An optimizer with the old parameters would not train the model. Wrap the model first, "
             "then create the optimizer.",
-            code="model-moved-after-optimizer",
         )
     return module
 

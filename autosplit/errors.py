@@ -27,7 +27,7 @@ class AutosplitError(Exception):
         code: A name for the kind of error. Default: the `code` of the class.
 
     Attributes:
-        code: A stable name for the kind of error, such as ``"batch-empty"``. docs/errors.md lists all codes.
+        code: A stable name for the kind of error, such as ``"does-not-fit"``. docs/troubleshooting.md lists them.
         exit_code: Exit code of the command line (2 bad input, 3 does not fit, 5 the user's own code raised).
     """
 
@@ -43,29 +43,43 @@ class AutosplitError(Exception):
 class InputError(AutosplitError, ValueError):
     """An argument is invalid: a batch below 1, a negative reserve, a missing file."""
 
+    code = "input"
+
 
 class ArgumentError(InputError, TypeError):
     """A function does not have this keyword. The message suggests the closest keyword."""
+
+    code = "argument"
 
 
 class DeviceError(InputError, RuntimeError):
     """A device is unknown, absent or unsuitable. The error is a RuntimeError, like nn.DataParallel's device errors."""
 
+    code = "device"
+
 
 class WorkloadError(InputError):
     """A model, batch, loss or optimizer can't make a training step."""
+
+    code = "workload"
 
 
 class PlanError(InputError):
     """A plan can't be read, or can't be used here."""
 
+    code = "plan"
+
 
 class ProfileError(PlanError):
     """A profile is stale, from another setup, truncated or of an unknown version. It is reported and ignored."""
 
+    code = "profile"
+
 
 class CheckpointError(InputError):
     """A checkpoint can't be written, is truncated, or belongs to another model."""
+
+    code = "checkpoint"
 
 
 class SlowRankWarning(UserWarning):

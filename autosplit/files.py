@@ -134,7 +134,6 @@ def profiles_folder() -> Path:
     raise ProfileError(
         f"AUTOSPLIT_CACHE_DIR is {given!r} and the home directory is unknown. Expected a folder for profiles. Set "
         "AUTOSPLIT_CACHE_DIR or HOME to a folder.",
-        code="cache-folder",
     )
 
 
@@ -157,5 +156,4 @@ def write_for_all(path: Path, text: str, called: str = "") -> None:
         reason = getattr(error, "strerror", None) or error
         raise InputError(
             f"{called or path} can't be written ({reason}). Choose a file in an existing folder.",
-            code="output-not-written",
         ) from error

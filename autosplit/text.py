@@ -150,7 +150,6 @@ def parse_bytes(text: str) -> int:
     if match is None or unit_bytes is None:
         raise InputError(
             f"The size {shown(text)} is invalid. Expected a number of 0 or more with a unit, such as 600MiB or 1.5GiB.",
-            code="size-text",
         )
     return int(Fraction(match[1]) * unit_bytes)
 

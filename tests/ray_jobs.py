@@ -193,7 +193,7 @@ def replaced_node(cluster: Cluster, node: Any, folder: Path) -> dict[str, Any]:
 
 
 def errors_of_tuning(cluster: Cluster, folder: Path) -> list[tuple[str, str]]:
-    """Return the codes and messages of the driver's errors.
+    """Return the classes and messages of the driver's errors.
 
     The causes: a wrong workload, a wrong label of a node, a wrong option, and a model that does not fit.
     """
@@ -206,7 +206,7 @@ def errors_of_tuning(cluster: Cluster, folder: Path) -> list[tuple[str, str]]:
         try:
             autosplit_ray.tune(make, scaling_config=scaling, run_config=run, profile="off", **options)
         except autosplit.AutosplitError as error:
-            return error.code, str(error)
+            return type(error).__name__, str(error)
         raise AssertionError("nothing was raised")
 
     cases = (
@@ -243,8 +243,8 @@ def selectors_of_gpus(plan: Plan) -> list[Any]:
 
 
 def refused(plan: Plan) -> list[str]:
-    """Return the codes of the errors for a plan without times, a step that does not fit, and a sharded model."""
-    codes = []
+    """Return the messages of the errors for a plan without times, a step that does not fit, and a sharded model."""
+    messages = []
     for other, count in (
         (replace(plan, fit=None), 3),
         (replace(plan, accumulates=False, max_batch_size=EFFECTIVE - 1), (1, 2)),
@@ -253,8 +253,8 @@ def refused(plan: Plan) -> list[str]:
         try:
             autosplit_ray.scaling_config(other, count)
         except autosplit.AutosplitError as error:
-            codes.append(error.code)
-    return codes
+            messages.append(str(error))
+    return messages
 
 
 JOBS = {job.__name__: job for job in (replaced_node, elastic)}

@@ -6,22 +6,18 @@ import ast
 import functools
 import pickle
 import re
-import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from folders import DOCS, ROOT
 
-from autosplit import errors
 from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeError
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.runtime.child_process import ChildLostError  # noqa: F401  # a subclass
 
 MODULES = sorted((ROOT / "autosplit").rglob("*.py"))
-NEED_CODES = {
-    name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, AutosplitError)
-} - {"UserCodeError", "RankFailedError"}
 MESSAGES = r"str\(error.*\)(\.lower\(\))?|(\w+\.)?(note|message|text|failure|reason)"
 """Expressions that are the text of an error or a note."""
 
@@ -44,34 +40,38 @@ def is_a_text(node: ast.expr) -> bool:
     return isinstance(node, ast.Name | ast.JoinedStr)
 
 
-def test_every_error_is_created_with_a_code() -> None:
-    lacking = [
-        f"{path.relative_to(ROOT)}:{call.lineno}"
-        for path in MODULES
-        for call in calls(path)
-        if isinstance(call.func, ast.Name) and call.func.id in NEED_CODES and call.args
-        if not any(word.arg == "code" for word in call.keywords)
-    ]
-    assert not lacking
-
-
-def test_codes_and_kinds_are_words_with_hyphens() -> None:
-    found = {
+def test_the_page_lists_the_codes() -> None:
+    """About 20 codes, which a program can act on. There were 485, and nobody read them."""
+    given = {
         word.value.value
         for path in MODULES
         for call in calls(path)
         for word in call.keywords
         if word.arg == "code" and isinstance(word.value, ast.Constant)
     }
+    of_classes = {one.code for one in _with_subclasses(AutosplitError)} - {AutosplitError.code}
+    listed = re.findall(
+        r"^\| `([a-z-]+)` \| `", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert {*listed} == given | of_classes
+    assert len(listed) <= 20
+
+
+def _with_subclasses(kind: type[AutosplitError]) -> Iterator[type[AutosplitError]]:
+    yield kind
+    for subclass in kind.__subclasses__():
+        yield from _with_subclasses(subclass)
+
+
+def test_kinds_are_words_with_hyphens() -> None:
     kinds = {
         call.args[0].value
         for path in MODULES
         for call in calls(path)
         if isinstance(call.func, ast.Name) and call.func.id == "Note" and isinstance(call.args[0], ast.Constant)
     }
-    assert len(found) > 400
     assert len(kinds) > 40
-    assert [one for one in found | kinds if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", str(one))] == []
+    assert [one for one in kinds if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", str(one))] == []
 
 
 def test_no_code_branches_on_the_text_of_a_note_or_an_error_of_ours() -> None:
@@ -109,17 +109,13 @@ def test_messages_are_searched_only_where_torch_or_a_tool_wrote_them() -> None:
     }
 
 
-def test_the_page_of_the_codes_is_made_from_the_code() -> None:
-    made = runpy.run_path(str(DOCS / "errors.py"))
-    assert (DOCS / "errors.md").read_text(encoding="utf-8") == made["page"](), "run python docs/errors.py"
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
         (InputError("a", code="b-c"), "b-c"),
         (DeviceError("a", code="b-c"), "b-c"),
         (AutosplitError("a"), "error"),
+        (InputError("a"), "input"),
         (UserCodeError("a", ("frame",)), "user-code"),
         (OutOfMemoryError("a", device="cpu"), "out-of-memory"),
         (DoesNotFitError("a"), "does-not-fit"),

@@ -36,7 +36,7 @@ def test_as_a_plan(irregular: tuple[str, Path]) -> None:
     from autosplit import Plan
 
     what, path = irregular
-    with raises(InputError, "plan-unreadable", str(what)):
+    with raises(InputError, str(what)):
         Plan.load(path)
 
 
@@ -44,7 +44,7 @@ def test_as_lengths(irregular: tuple[str, Path]) -> None:
     from autosplit.tools.lengths_file import lengths_in
 
     what, path = irregular
-    with raises(InputError, "lengths-file-unreadable", str(what)):
+    with raises(InputError, str(what)):
         lengths_in(str(path))
 
 
@@ -53,7 +53,7 @@ def test_as_the_catalog_of_gpus(irregular: tuple[str, Path], monkeypatch: pytest
 
     what, path = irregular
     monkeypatch.setenv("AUTOSPLIT_GPUS", str(path))
-    with raises(InputError, "gpu-catalog-file", str(what)):
+    with raises(InputError, str(what)):
         gpu_catalog()
 
 

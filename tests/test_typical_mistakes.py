@@ -210,12 +210,12 @@ def test_a_plan_is_loaded_by_its_key_and_cuts_a_dataset() -> None:
     assert loaded.split == plan.split
     dataset = torch.utils.data.TensorDataset(torch.zeros(48, 16))
     assert len(loaded.batch_sampler(dataset)) == len(loaded.batch_sampler(48)) > 0
-    with raises(PlanError, "plan-unreadable", "ffffffffffff", "autosplit profiles"):
+    with raises(PlanError, "ffffffffffff", "autosplit profiles"):
         autosplit.Plan.load("ffffffffffff")
 
 
 def test_a_loader_without_a_step_is_refused() -> None:
     """The epoch silently had no step."""
     plan = autosplit.tune(net(), BATCH, LOSS, effective_batch_size=64, **SMALL)
-    with raises(InputError, "drop-last-leaves-no-step", "10", "64"):
+    with raises(InputError, "10", "64"):
         plan.batch_sampler(10, drop_last=True)

@@ -17,7 +17,6 @@ def plan_file(which: str) -> Path:
     if which.endswith(".py") or ".py:" in which:
         raise InputError(
             f"{which} is a Python file, not a plan. Make a plan with autosplit tune {which}.",
-            code="plan-is-python-file",
         )
     return Path(which) if _is_file(which) else profile_path(which)
 
@@ -42,7 +41,6 @@ def profile_path(key: str) -> Path:
     newest = f" The newest keys are: {found}." if found and not matches else ""
     raise InputError(
         (f"{problem}{newest} Name a plan file, or the first digits of a key. autosplit profiles lists the keys."),
-        code="plan-not-found",
     )
 
 
@@ -55,7 +53,6 @@ def named_or_newest(which: str | None, manner: Manner) -> tuple[Path, Plan]:
     if found is None:
         raise InputError(
             "No plan is saved as a profile. Make one with autosplit tune FILE, or name a plan's file.",
-            code="no-profile",
         )
     count = len(profile_paths())
     note(f"plan: {_description(*found)}{f', of {count} in autosplit profiles' if count > 1 else ''}", manner)

@@ -40,12 +40,10 @@ class Manner:
         if len(given) > 1:
             raise InputError(
                 f"{' and '.join(given)} are given together. Choose one of them.",
-                code="output-flags-together",
             )
         if self.quiet and self.verbose:
             raise InputError(
                 "--quiet and --verbose are both given. Leave one of them out.",
-                code="quiet-and-verbose",
             )
 
     def flags(self) -> list[str]:

@@ -279,7 +279,7 @@ class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ").replace(": '", " '", 1)
         end = "" if message[-1] in ".?" else "."
-        raise InputError(f"{message}{end} See {self.prog} --help.", code="command-line")
+        raise InputError(f"{message}{end} See {self.prog} --help.")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         import difflib

@@ -32,13 +32,11 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
     if Path(output).is_dir():
         raise InputError(
             f"--output {output} is a folder, not a file. Write --output {Path(output) / 'plan.json'}.",
-            code="output-is-folder",
         )
     if not Path(output).is_file():
         raise InputError(
             f"--output {output} is not a regular file. Name a file, or leave the option out and print the plan with "
             "--json.",
-            code="output-not-replaceable",
         )
     from autosplit.plan.plan import Plan
 
@@ -47,7 +45,6 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
     except PlanError:
         raise InputError(
             f"--output {output} exists and is not a plan. autosplit did not replace it. Choose another name.",
-            code="output-is-no-plan",
         ) from None
 
 
@@ -68,7 +65,6 @@ def as_rank(keywords: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
         raise InputError(
             "BalancedDataParallel (--strategy balanced) uses one process, but the job has several. Run the command "
             "without torchrun.",
-            code="balanced-in-several-processes",
         )
     return True, {**keywords, "strategy": "ddp"}
 

@@ -35,7 +35,6 @@ def workload_of_spec(spec: str, **options: Any) -> Workload | Callable[[], Workl
         raise InputError(
             f"{' and '.join(options)} can't be set for {spec}, because its workload has its own sample batch. These "
             "options are for hf:PATH, timm:NAME and torchvision:NAME. Leave them out.",
-            code="model-options-unused",
         )
     return load_workload(spec)
 

@@ -57,7 +57,6 @@ def require_equal_settings(settings: Settings) -> None:
         raise InputError(
             "The loader has a SubsetRandomSampler with the same samples on several ranks, so each rank would train on "
             "all of them. Expected only this rank's part. Pass ctx.loader(Subset(dataset, sampler.indices)).",
-            code="loader-not-cut-by-rank",
         )
     if all(one == everyones[0] for one in everyones):
         return
@@ -69,7 +68,6 @@ def require_equal_settings(settings: Settings) -> None:
     )
     raise InputError(
         f"The ranks' settings of this loop differ: {held}. Expected equal settings on all ranks. {advice}.",
-        code="ranks-disagree",
     )
 
 

@@ -48,7 +48,6 @@ def doubt_batchnorms(
     if not batch_sizes[0] and any(part.training for _, part in kept):
         raise InputError(
             f"{said} no samples of {tuple(batch_sizes)}. Expected at least one. {remedy}, or give rank 0 samples.",
-            code="batchnorm-rank-without-samples",
         )
     if rank == 0 and batch_sizes[0] < max(batch_sizes):
         said = f"{said} {batch_sizes[0]} samples of {sum(batch_sizes)}. {remedy}, or tune with the device that takes "

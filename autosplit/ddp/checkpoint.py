@@ -217,7 +217,7 @@ def _together(
     place = f" on rank {first}" if len(failed) < len(reasons) else ""
     did, state = outcome
     why = f"The checkpoint {str(path)!r} was not {did}{place}. {failed[first].rstrip('.')}. {state}."
-    raise CheckpointError(why, code=f"checkpoint-not-{did}") from failure
+    raise CheckpointError(why) from failure
 
 
 def _require_equal(digests: list[dict[str, str]]) -> None:
@@ -229,7 +229,6 @@ def _require_equal(digests: list[dict[str, str]]) -> None:
                 f"The ranks read different checkpoints, because {names} of rank {rank} differ from those of rank 0. "
                 "Expected one checkpoint on all ranks. Save to a disk that all machines share, or copy rank 0's "
                 "checkpoint to each machine",
-                code="checkpoint-not-loaded",
             )
 
 
@@ -252,7 +251,7 @@ def _load_together(
                 part.load_state_dict(states[name])
         except Exception as error:
             why = f"The load_state_dict() of {[*before][-1]!r} failed ({reason_of(error)})"
-            raise CheckpointError(why, code="checkpoint-not-loaded") from error
+            raise CheckpointError(why) from error
 
     try:
         together(load_unverified)
@@ -270,7 +269,6 @@ def _own_part(value: Tensor, own: Tensor | None) -> Tensor:
         raise CheckpointError(
             f"A tensor of shape {tuple(value.shape)} is on the meta device, so it has no values. Move the model to a "
             "real device before you save it",
-            code="checkpoint-not-loaded",
         )
     # Copy, because an optimizer on the CPU keeps the tensors that it loads, and `value` is a map of the file.
     return copy.deepcopy(value) if own is None else part_of(value, own)
@@ -283,7 +281,7 @@ def _gathered(states: dict[str, Any], *, keep: bool) -> dict[str, Any]:
     for rank, theirs in enumerate(everyones := told_by_all(shards)):
         if theirs != everyones[0]:
             why = f"The sharded tensors of rank {rank} differ from those of rank 0"
-            raise CheckpointError(why, code="checkpoint-not-written")
+            raise CheckpointError(why)
     found = with_tensors(states, lambda _, value: whole(value, keep=keep) if is_shard(value) else value)
     return found if keep else {}
 
@@ -295,7 +293,7 @@ def _without_shards(states: dict[str, Any]) -> dict[str, Any]:
                 f"{place[0]!r} has a sharded tensor. Expected sharded tensors in models and optimizers only. Save it "
                 "with save_sharded"
             )
-            raise CheckpointError(why, code="checkpoint-not-written")
+            raise CheckpointError(why)
     return states
 
 
@@ -307,7 +305,7 @@ def _taken_apart(parts: Mapping[str, Any]) -> dict[str, Any]:
         name = _name_of(place)
         if name in apart:
             why = f"Two tensors have the name {name!r}. Expected different names. Rename one of the two keys"
-            raise CheckpointError(why, code="checkpoint-not-written")
+            raise CheckpointError(why)
         apart[name] = tensor.detach()
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 

@@ -43,7 +43,7 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
     except Exception as error:
         failure = disk_failure(error)
         why = _unsaved(state, error) if failure is None else failure_text(failure, target.parent, state)
-        raise CheckpointError(why, code="checkpoint-not-written") from error
+        raise CheckpointError(why) from error
     finally:
         with suppress(OSError):  # the disk may be gone
             beside.unlink(missing_ok=True)
@@ -91,10 +91,10 @@ def read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
     if not path.is_file():
         folder = ". Use load_sharded for a folder" if path.is_dir() else ""
         why = f"{str(path)!r} is not a file. Expected a file that save_checkpoint or torch.save wrote{folder}"
-        raise CheckpointError(why, code="checkpoint-not-loaded")
+        raise CheckpointError(why)
     damaged = damage_of(path) if zipfile.is_zipfile(path) else None
     if damaged is not None:
-        raise CheckpointError(damage_text(f"Its record {damaged!r}"), code="checkpoint-not-loaded")
+        raise CheckpointError(damage_text(f"Its record {damaged!r}"))
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises KeyError for a text file, other errors for other bytes
@@ -105,10 +105,10 @@ def read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
             f"The file {found} ({_first_line(error)}). Expected a file that save_checkpoint or torch.save wrote, with "
             "numbers, strings, tensors, and lists and dicts of these. Load an earlier checkpoint"
         )
-        raise CheckpointError(why, code="checkpoint-not-loaded") from error
+        raise CheckpointError(why) from error
     if not isinstance(state, Mapping):
         why = f"The file contains a {type(state).__name__}. Expected a dict with one entry for each named part"
-        raise CheckpointError(why, code="checkpoint-not-loaded")
+        raise CheckpointError(why)
     is_state = bool(state) and all(isinstance(value, Tensor) for value in state.values())
     return {MODEL: state} if only_model and MODEL not in state and is_state else dict(state)
 

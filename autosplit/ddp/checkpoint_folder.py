@@ -42,7 +42,7 @@ def write_into(folder: Path, state: dict[str, Any]) -> None:
         save(state, storage_writer=_Writer(folder), planner=planner)
     except CheckpointException as error:
         why = _failure_text(error, "write", folder, tensors)
-        raise CheckpointError(why, code="checkpoint-not-written") from error
+        raise CheckpointError(why) from error
 
 
 def put_in_place(new: Path, folder: Path) -> None:
@@ -65,7 +65,7 @@ def refuse_other_files(folder: Path) -> None:
     others = [name for name in others if name != ".metadata" and not name.endswith(".distcp")]
     if folder.is_file() or others:
         found = "The path is a file" if folder.is_file() else f"The folder contains {others[0]!r}, which would be lost"
-        raise CheckpointError(f"{found}. Choose a new or empty folder", code="checkpoint-not-written")
+        raise CheckpointError(f"{found}. Choose a new or empty folder")
 
 
 def checked(folder: Path, rank: int) -> str:
@@ -89,7 +89,7 @@ def _require_folder(folder: Path) -> None:
     elif _earlier(folder).is_dir():
         found = "The folder does not exist, but the checkpoint before it does"
         step = f"Rename {str(_earlier(folder))!r} to load that"
-    raise CheckpointError(f"{found}. Expected a folder that save_sharded wrote. {step}", code="checkpoint-not-loaded")
+    raise CheckpointError(f"{found}. Expected a folder that save_sharded wrote. {step}")
 
 
 def _check_records(folder: Path, rank: int) -> None:
@@ -105,7 +105,7 @@ def _check_records(folder: Path, rank: int) -> None:
             # torch's loader reports records that are too short or lack the signature of a zip file.
             if len(content) == record.length and content.startswith(b"PK") and damage_of(io.BytesIO(content)):
                 why = damage_text(f"{index.fqn!r} in {record.relative_path}")
-                raise CheckpointError(why, code="checkpoint-not-loaded")
+                raise CheckpointError(why)
 
 
 def read_into(into: dict[str, Any], folder: Path) -> None:
@@ -117,7 +117,7 @@ def read_into(into: dict[str, Any], folder: Path) -> None:
     except CheckpointException as error:
         failure = _failure_text(error, "read", folder)
         why = f"{failure}. Expected a checkpoint that save_sharded wrote. Load an earlier one"
-        raise CheckpointError(why, code="checkpoint-not-loaded") from error
+        raise CheckpointError(why) from error
 
 
 def _failure_text(

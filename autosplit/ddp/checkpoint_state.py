@@ -39,9 +39,7 @@ def state_of(name: str, part: Any) -> Any:
             return plain_state_dict(part)
         return part.state_dict() if hasattr(part, "state_dict") else part
     except Exception as error:
-        raise CheckpointError(
-            f"{name!r} returned no state ({one_line(error)}). Leave {name}= out", code="checkpoint-not-written"
-        ) from error
+        raise CheckpointError(f"{name!r} returned no state ({one_line(error)}). Leave {name}= out") from error
 
 
 def has_shards(part: Any) -> bool:
@@ -59,7 +57,6 @@ def is_loadable(name: str, part: Any) -> bool:
         raise CheckpointError(
             f"{name!r} is a {type(part).__name__} with state_dict() and without load_state_dict(). Expected both "
             f"methods. Leave {name}= out, and load its state from the returned dict",
-            code="checkpoint-not-loaded",
         )
     return hasattr(part, "load_state_dict")
 
@@ -75,7 +72,6 @@ def fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
         raise CheckpointError(
             f"It contains {', '.join(map(repr, found)) or 'nothing'}. Expected {name!r}, too. Leave {name}= out, or "
             "load the file that contains it",
-            code="checkpoint-not-loaded",
         )
     state = found[name]
     difference = None
@@ -94,7 +90,6 @@ def fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
     if difference is not None:
         raise CheckpointError(
             f"{name!r} is {difference}. Create {name} as it was when it was saved, or leave {name}= out",
-            code="checkpoint-not-loaded",
         )
     return state
 

@@ -118,7 +118,6 @@ class Context(CheckpointMethods):
             raise InputError(
                 "ctx.wrap was called with a plan for a sharded model, whose batch sizes may not fit a whole model on "
                 "each rank. Call ctx.shard, or pass setup the plan that tune returned.",
-                code="plan-is-for-sharded-model",
             )
         check_model(self.plan, model, is_named=self._is_named, rank=self.rank)
         if sync_batchnorm:
@@ -126,7 +125,6 @@ class Context(CheckpointMethods):
                 raise InputError(
                     f"sync_batchnorm is True on {self.device}. Expected a GPU, because SyncBatchNorm does not run "
                     "on other devices. Leave sync_batchnorm out.",
-                    code="sync-batchnorm-needs-gpu",
                 )
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         checkpoint_layers(model, self.plan.checkpointed)
@@ -351,7 +349,6 @@ class Context(CheckpointMethods):
                 f"The loader's batch sampler is a {type(sampler).__name__} for another rank or plan. Expected rank "
                 f"{self.rank}'s sampler, because all ranks must take the same number of micro-batches. "
                 "Create the loader with batch_sampler=ctx.batch_sampler(len(dataset)).",
-                code="batch-sampler-of-other-rank",
             )
         over_ranks = partial(totals_over_ranks, device=self.device)
         given: Any = {"over_ranks": over_ranks, "spans_ranks": spans_ranks, "cuts": cuts, **estimate}
@@ -372,14 +369,12 @@ class Context(CheckpointMethods):
             raise InputError(
                 "on_oom is 'cut', and the model is sharded (ctx.shard), so its forward runs collectives. Expected a "
                 "model with which each rank can run its own number of forwards. Use ctx.wrap, or leave on_oom out.",
-                code="sharded-model-option",
             )
         if noise_scale and self._models.sharded:
             raise InputError(
                 "noise_scale is given, and the model is sharded (ctx.shard). Expected a model that every rank has "
                 "completely, because the estimate needs each rank's own gradient. Use ctx.wrap, or leave noise_scale "
                 "out.",
-                code="sharded-model-option",
             )
         for wrapped in self._models.wrapped:
             if cuts:
@@ -414,7 +409,6 @@ class Context(CheckpointMethods):
             raise InputError(
                 "all_gather was called with on_oom='cut', where each rank runs its own number of forwards. "
                 "Expected the same number on all ranks. Leave on_oom out.",
-                code="gather-with-oom-cuts",
             )
         found = gather_rows(tensor, counts=step is None or step.counts_here)
         if step is not None and found.tensor.requires_grad:

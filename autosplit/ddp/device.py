@@ -39,7 +39,6 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
     if not known:
         raise PlanError(
             f"The rank's device is {label!r}. Expected 'cpu', 'cpu:0' or 'cuda:0'. Tune again.",
-            code="rank-device-unknown",
         )
     gpus = visible_devices(kind) if visible is None else visible
     own = _planned(plan, place.rank)
@@ -56,7 +55,6 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
         f"The rank's device is {label} ({own.name}), and the visible GPUs are: {here}. Expected that GPU, or a GPU "
         "of the same name on another machine with the same devices. Set CUDA_VISIBLE_DEVICES to its value during "
         "the tuning, or tune here.",
-        code="rank-device-absent",
     )
 
 
@@ -68,7 +66,6 @@ def _planned(plan: Plan, rank: int) -> PlanDevice:
     if found is None:
         raise PlanError(
             f"Rank {rank} of the plan uses {label}, which is not one of the plan's devices. Tune again.",
-            code="rank-device-not-in-plan",
         )
     return found
 
@@ -112,7 +109,6 @@ def agreed_backend(store: Any, place: Place, device: torch.device, plan: Plan) -
         raise DeviceError(
             f"Ranks {one} and {other} both see only one GPU, the same one. The plan expects a separate GPU for each "
             "rank. Give each process its own GPU (srun --gpus-per-task=1), or let all processes see all GPUs.",
-            code="ranks-share-gpu",
         )
     return told
 

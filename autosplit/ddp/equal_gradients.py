@@ -103,7 +103,6 @@ class GradientComparison:
         raise InputError(
             f"The gradient of {differs[0]}{others} differs between the ranks in {step}, so each rank would train a "
             f"different model. {self._advice[union[differs[0]]]}",
-            code="gradients-differ",
         )
 
 

@@ -33,7 +33,6 @@ def refuse_meeting(wrapped: DistributedDataParallel) -> None:
         raise InputError(
             f"on_oom is 'cut', and the wrapped model has {found}. With 'cut', the ranks average their gradients only "
             f"once, after the last backward. Remove {found}, or leave on_oom out.",
-            code="oom-cuts-model",
         )
 
 

@@ -56,7 +56,6 @@ def _forward_alone(wrapped: Any, inputs: Any, kwargs: Any) -> Any:
             "The wrapped model was called for training after autosplit.ddp.setup ended. The ranks no longer average "
             "their gradients there. Train inside the block, call the model in eval() or torch.no_grad(), or use "
             "wrapper.module.",
-            code="forward-after-setup",
         )
     if not wrapped.device_ids:
         return None

@@ -66,7 +66,6 @@ def refuse_hook(wrapped: DistributedDataParallel) -> None:
         raise InputError(
             "noise_scale is given, and the wrapped model has a communication hook. A step's gradient must be the "
             "average of the ranks' gradients. Leave one of the two out.",
-            code="noise-scale-hook",
         )
 
 
@@ -82,7 +81,6 @@ def refuse_unplanned(loader: Any, rank: int, planned: Sequence[int]) -> None:
         raise InputError(
             f"The loader draws the whole data set on each of {len(planned)} ranks. Expected rank {rank}'s part. "
             "Pass a loader with batch_sampler=ctx.batch_sampler(len(dataset)), without a wrapper around it.",
-            code="loader-not-cut-by-rank",
         )
     if not isinstance(loader, DataLoader) or not planned[rank]:
         return
@@ -91,14 +89,12 @@ def refuse_unplanned(loader: Any, rank: int, planned: Sequence[int]) -> None:
             f"The DataLoader has batch_size={loader.batch_size}, but the plan's micro-batches have {planned[rank]} "
             "samples here. Call ctx.steps(ctx.loader(loader)), which uses the plan's sizes. For an IterableDataset, "
             f"pass batch_size=ctx.settings.batch_size ({planned[rank]}).",
-            code="loader-has-own-batch-size",
         )
     if isinstance(loader.sampler, DistributedSampler) and len({*planned}) > 1:
         raise InputError(
             "The DataLoader's DistributedSampler gives each rank the same number of samples, but the plan has "
             f"{listed([*map(str, planned)], 4)}. Call ctx.steps(ctx.loader(loader)), which divides the data set as the "
             "plan does.",
-            code="loader-has-own-sampler",
         )
 
 

@@ -58,7 +58,6 @@ def gather_rows(own: Tensor, *, counts: bool) -> Gathered:
         found = f"a tensor {tuple(own.shape)}" if isinstance(own, Tensor) else f"a {type(own).__name__}"
         raise InputError(
             f"all_gather received {found}. Expected a tensor whose first dimension counts the rows.",
-            code="gather-value",
         )
     if dist.get_world_size() == 1:
         return Gathered(own, 0, (len(own),))
@@ -82,7 +81,6 @@ def _sizes_of_all(rows: Tensor) -> tuple[int, ...]:
         raise InputError(
             f"all_gather received different rows on the ranks: {held}. Expected the same shape, dtype and gradients "
             "on all ranks.",
-            code="gather-unequal-kinds",
         )
     return tuple(size for size, _ in numbers)
 

@@ -58,7 +58,6 @@ class RankModel(DistributedDataParallel):
             raise InputError(
                 "The model that ctx.wrap returned is in another DistributedDataParallel, which averages the gradients "
                 "of each micro-batch again. Expected one wrapper. Use the result of ctx.wrap itself.",
-                code="model-wrapped-again",
             )
 
 
@@ -70,5 +69,4 @@ def refuse_options(options: Iterable[str], call: Callable[..., Any], not_taken: 
         raise InputError(
             f"{call.__name__} of torch {torch.__version__} has no option {', '.join(unknown)}. Expected one of: "
             f"{', '.join(known)}. Leave unknown options out.",
-            code="fsdp-option-unknown",
         )

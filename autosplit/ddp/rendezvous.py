@@ -73,14 +73,12 @@ def place_here() -> Place:
         raise InputError(
             f"RANK is {os.environ.get('RANK')} and WORLD_SIZE is {os.environ.get('WORLD_SIZE')}. Expected both, and "
             "a RANK below WORLD_SIZE. Start the job with torchrun, or unset both for a single process.",
-            code="rank-environment",
         )
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing and world_size > 1:
         raise InputError(
             f"{' and '.join(missing)} is not set, but WORLD_SIZE is {world_size}. Expected the address at which "
             "rank 0 listens. Start the job with torchrun, or set what is missing.",
-            code="rendezvous-address-missing",
         )
     return Place(rank, world_size, _number_in("LOCAL_RANK"), _number_in("LOCAL_WORLD_SIZE"))
 
@@ -92,7 +90,6 @@ def _place_in_slurm() -> Place:
         raise InputError(
             f"SLURM_PROCID is {os.environ.get('SLURM_PROCID')} and SLURM_STEP_NUM_TASKS is {world_size}. Expected "
             "both, and a SLURM_PROCID below SLURM_STEP_NUM_TASKS. Start the job with srun or torchrun.",
-            code="slurm-environment",
         )
     if world_size == 1:
         return Place(0, 1, 0, 1)
@@ -103,7 +100,6 @@ def _place_in_slurm() -> Place:
             f"MASTER_ADDR is not set, and srun has {world_size} processes on several nodes. Expected the name of "
             'the first node. Before srun, export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | '
             "head -n 1)",
-            code="slurm-address-missing",
         )
     job, step = _number_in("SLURM_JOB_ID") or 0, _number_in("SLURM_STEP_ID") or 0
     # All ranks of a job step compute the same port, and other jobs on the machine seldom compute the same.
@@ -125,7 +121,6 @@ def _tasks_of_node() -> int | None:
         raise InputError(
             f"{name} is {os.environ[name]!r}. Expected the number of processes of each node, such as '4(x2),3'. "
             "Start the job with srun.",
-            code="slurm-tasks",
         )
     if len(set(counts)) == 1:
         return counts[0]
@@ -141,7 +136,6 @@ def _number_in(name: str) -> int | None:
         starter = "srun" if name.startswith("SLURM_") else "torchrun"
         raise InputError(
             f"{name} is {text!r}. Expected a whole number of 0 or more. Start the job with {starter}.",
-            code="environment-number",
         )
     return int(text)
 
@@ -190,7 +184,6 @@ def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
             raise InputError(
                 f"Rank {place.rank} of {place.world_size} has waited {limit_s:.0f} s for rank 0, which does not "
                 "answer. All ranks must join. Look for the error of the missing rank, and start the job again.",
-                code="rendezvous-timeout",
             )
         found = store.get("round").decode()
         if found != name:
@@ -210,7 +203,6 @@ def explain_taken_port(error: RuntimeError, place: Place) -> None:
         raise InputError(
             f"Rank 0 can't listen at {_address_of(place)}, because another program uses this port. Give each job on "
             "a machine its own MASTER_PORT.",
-            code="rendezvous-port-taken",
         ) from error
 
 
@@ -227,5 +219,4 @@ def explain_loopback(error: RuntimeError, place: Place) -> None:
         f"{found[1]} as the address of another rank. A machine of the job resolves its own name to loopback in "
         "/etc/hosts. On each machine, set GLOO_SOCKET_IFNAME to the interface on the common network (`ip -br address` "
         "lists the interfaces).",
-        code="rendezvous-loopback",
     ) from error

@@ -82,9 +82,7 @@ def setup(
         RankFailedError: Another rank failed, or a collective timed out. Raised at the end of the block.
     """
     if not timeout_s > 0:
-        raise InputError(
-            f"timeout_s is {timeout_s!r}. Expected seconds above 0. Leave timeout_s out for 600.", code="timeout-range"
-        )
+        raise InputError(f"timeout_s is {timeout_s!r}. Expected seconds above 0. Leave timeout_s out for 600.")
     with recorded(), _joined(profile, elastic, timeout_s) as ctx:
         yield ctx
 

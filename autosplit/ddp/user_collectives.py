@@ -77,5 +77,4 @@ def _require_expected_sizes(name: str, given: Any, group: Any, all_gather: Any) 
         f"{name} received tensors of unequal sizes: {held} (elements). The plan gives the ranks unequal numbers of "
         "samples, so each rank would have to allocate outputs of these sizes. Call ctx.all_gather(tensor) instead. It "
         "gathers unequal numbers of rows, with gradients.",
-        code="gather-unequal-sizes",
     )

@@ -69,7 +69,6 @@ def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) ->
     if problems and not (all_of and devices):
         raise DeviceError(
             f"{problems[0]}. Run `autosplit devices` for its state, or choose another GPU.",
-            code="gpu-not-working",
         )
     for problem in problems:
         warn_user(
@@ -158,7 +157,6 @@ def _refuse_several_mig(cuda: Any, indices: Iterable[int]) -> None:
         raise DeviceError(
             f"{count} MIG instances are visible, but CUDA lets a process use only one. "
             "Set CUDA_VISIBLE_DEVICES to one of them.",
-            code="mig-several",
         )
 
 
@@ -169,7 +167,7 @@ def _refuse_unsupported(cuda: Any, indices: Iterable[int], visible: Iterable[int
         name = str(cuda.get_device_properties(bad[0]).name)
         good = ",".join(str(index) for index, problem in problems.items() if problem is None)
         other = f", or use 'cuda:{good}'" if good else ", or use 'cpu' or a simulated GPU ('sim:')"
-        raise DeviceError(f"Device 'cuda:{bad[0]}' ({name}): {problems[bad[0]]}{other}.", code="gpu-unsupported")
+        raise DeviceError(f"Device 'cuda:{bad[0]}' ({name}): {problems[bad[0]]}{other}.")
 
 
 def why_unsupported(cuda: Any, index: int) -> str | None:

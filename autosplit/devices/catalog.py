@@ -203,7 +203,6 @@ def _catalog_with(path: str | None) -> Mapping[str, GpuSpec]:
             f"The file {path} of {GPUS_VARIABLE} can't be used ({printable(reason, longest=300)}). Expected a file "
             "like autosplit/devices/gpus.toml, or the output of autosplit doctor --json. Correct the file, or unset "
             "the variable.",
-            code="gpu-catalog-file",
         ) from error
     replaced = {_normal(name) for name in others}
     return {**{name: spec for name, spec in _specs(table, table).items() if _normal(name) not in replaced}, **others}
@@ -289,7 +288,6 @@ def find_card(name: str) -> GpuSpec:
     if len(variants) > 1:
         raise DeviceError(
             f"The name {shown(name)} matches several GPUs: {', '.join(variants)}. Write the full name of one.",
-            code="gpu-name-ambiguous",
         )
     near = catalog_names_near(name) or ("A100-40GB", "RTX3090")
     row = f"the row [cards.{row_name(name)}]" if len(name) <= 60 else "its row"
@@ -297,7 +295,6 @@ def find_card(name: str) -> GpuSpec:
         f"GPU {shown(name)} is not in the catalogue of {len(gpu_catalog())} GPUs. Expected a name such as "
         f"{', '.join(near)}. On a machine with this GPU, `python -m autosplit doctor --save gpus.toml` writes "
         f"{row}. Then set {GPUS_VARIABLE}=gpus.toml.",
-        code="gpu-name-unknown",
     )
 
 

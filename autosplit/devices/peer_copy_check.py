@@ -46,7 +46,7 @@ def _check_direction(source: torch.device, destination: torch.device) -> None:
     at_source = _copied(sent, source)
     arrived = _copied(_copied(at_source, destination), _HOST)
     if not torch.equal(arrived, sent):
-        raise DeviceError(_broken(source, destination, sent, arrived), code="peer-copy-broken")
+        raise DeviceError(_broken(source, destination, sent, arrived))
     _sound.add((source, destination))
 
 

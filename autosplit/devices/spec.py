@@ -81,13 +81,11 @@ def _spec_text(part: object, *, in_sequence: bool) -> str:
         raise DeviceError(
             f"devices={part} is a number. Use 'cuda:{part}' for the GPU with this number, or "
             "'cuda:0,1' for the first two GPUs.",
-            code="device-number",
         )
     if type(part).__module__ == "torch" and type(part).__name__ == "device":
         return str(part)
     raise DeviceError(
         f"Device {shown(part)} is of type {type(part).__name__}. {_EXPECTED} Pass a string or a torch.device.",
-        code="device-type",
     )
 
 
@@ -110,9 +108,7 @@ def _parse_text(text: str, ask_memory: bool) -> list[Device]:
             found = accelerator_at(kind)._replace(ask_memory=ask_memory)
             devices.extend(_accelerator_piece(found, tail if colon else None))
         else:
-            raise DeviceError(
-                _unknown_device(text, piece, kind_before=devices[-1].kind if devices else ""), code="device-unknown"
-            )
+            raise DeviceError(_unknown_device(text, piece, kind_before=devices[-1].kind if devices else ""))
         if len(devices) > MAX_DEVICES:
             break
     return devices
@@ -140,9 +136,7 @@ def _unknown_device(text: str, piece: str, kind_before: str) -> str:
 
 def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
     if not devices:
-        raise DeviceError(
-            f"Device spec {shown(spec)} names no device. {_EXPECTED} Name at least one.", code="devices-empty"
-        )
+        raise DeviceError(f"Device spec {shown(spec)} names no device. {_EXPECTED} Name at least one.")
     _check_count(len(devices), spec)
     kinds = sorted({device.kind for device in devices})
     if len(kinds) > 1:
@@ -150,7 +144,6 @@ def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
         raise DeviceError(
             f"Device spec {shown(spec)} mixes {mixed}, but a plan is for one kind of device. Make a plan for each "
             "kind.",
-            code="devices-mixed",
         )
     if is_accelerator(kinds[0]):
         labels = [device.label for device in devices]
@@ -158,14 +151,12 @@ def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
         if twice is not None:
             raise DeviceError(
                 f"Device spec {shown(spec)} names {twice} twice. Remove one.",
-                code="device-twice",
             )
         return tuple(devices)
     if len(devices) > 1 and any(device.label == "cpu" for device in devices):
         raise DeviceError(
             f"Device spec {shown(spec)} names 'cpu' next to other devices. "
             "Give each a budget: write 'cpu:2GiB,cpu:1GiB'.",
-            code="devices-cpu-beside-others",
         )
     return tuple(replace(device, index=position) for position, device in enumerate(devices))
 
@@ -174,7 +165,6 @@ def _check_count(count: int, spec: object) -> None:
     if count > MAX_DEVICES:
         raise DeviceError(
             f"Device spec {shown(spec)} has more than {MAX_DEVICES} devices. Lower the count.",
-            code="devices-too-many",
         )
 
 
@@ -188,12 +178,12 @@ def _budget(item: str, text: str) -> int:
     try:
         n_bytes = parse_bytes(text)
     except InputError as error:
-        raise DeviceError(f"{what} is not a size. Write a size such as 2GiB or 600MiB.", code="budget") from error
+        raise DeviceError(f"{what} is not a size. Write a size such as 2GiB or 600MiB.") from error
     if re.fullmatch(r"[0-9.]+", text):
         hint = "Write 'cpu:2GiB,cpu:2GiB' for two devices." if item.startswith("cpu") else "Add the unit."
-        raise DeviceError(f"{what} has no unit. {hint}", code="budget-without-unit")
+        raise DeviceError(f"{what} has no unit. {hint}")
     if n_bytes < 1:
-        raise DeviceError(f"{what} is less than one byte. Write a size such as 2GiB.", code="budget-zero")
+        raise DeviceError(f"{what} is less than one byte. Write a size such as 2GiB.")
     return n_bytes
 
 
@@ -201,13 +191,11 @@ def _sim_piece(tail: str) -> tuple[Device, ...]:
     if not tail:
         raise DeviceError(
             f"Device 'sim' names no GPU. {_EXPECTED} Write 'sim:RTX3090', or 'sim:2xRTX3090' for two.",
-            code="sim-without-gpu",
         )
     if "(" in tail:
         raise DeviceError(
             f"Device spec {shown(f'sim:{tail}')} is a cluster, and only autosplit compare accepts clusters. Use "
             "autosplit compare, or name the GPUs of one machine, such as sim:8xA100-80GB.",
-            code="devices-cluster",
         )
     devices: list[Device] = []
     for item in tail.split("+"):
@@ -227,19 +215,16 @@ def sim_item(item: str, spec: str) -> tuple[int, Device]:
     if not name:
         raise DeviceError(
             f"Device spec {shown(spec)} has an item without a GPU. {_EXPECTED} Name a GPU.",
-            code="sim-item-without-gpu",
         )
     askew = None if match[1] else re.fullmatch(r"([0-9]+)([A-Za-z].*)|(.*)[xX*]([0-9]+)", name)
     if askew is not None and mentions_card(askew[2] or askew[3]):
         meant = f"{askew[1] or askew[4]}x{(askew[2] or askew[3]).strip()}"
         raise DeviceError(
             f"GPU {shown(name)} contains a count, but the count belongs in front of the name. Write 'sim:{meant}'.",
-            code="sim-count-order",
         )
     if not re.fullmatch(r"[0-9]+", count_text) or not count_text.strip("0"):
         raise DeviceError(
             f"Count {shown(count_text)} in {shown(spec)} is not a whole number of 1 or more. Correct it.",
-            code="sim-count",
         )
     gpu = find_card(name)
     capacity_bytes = _budget(item, memory) if at else gpu.usable_bytes
@@ -247,7 +232,6 @@ def sim_item(item: str, spec: str) -> tuple[int, Device]:
         raise DeviceError(
             f"Memory {shown(memory)} in {shown(item)} is more than the {size_text(gpu.memory_bytes)} of a {gpu.name}. "
             "'@' can only lower the memory. Write a smaller size, or choose a larger GPU.",
-            code="sim-memory",
         )
     # int() rejects very long strings. A number with more digits than the limit is above the limit anyway.
     count = int(count_text) if len(count_text.lstrip("0")) <= len(str(MAX_DEVICES)) else MAX_DEVICES + 1
@@ -266,7 +250,6 @@ def _accelerator_piece(found: Found, tail: str | None) -> tuple[Device, ...]:
         raise DeviceError(
             f"Device {shown(spec)} is not available: {found.why_not}. {_absent_advice(found)} Or use 'cpu', or a "
             "simulated GPU such as 'sim:2xRTX3090'.",
-            code="gpu-absent",
         )
     visible = range(found.module.device_count())
     if tail is None:
@@ -275,7 +258,6 @@ def _accelerator_piece(found: Found, tail: str | None) -> tuple[Device, ...]:
         known = f"{found.kind}:0 to {found.kind}:{len(visible) - 1}" if len(visible) > 1 else f"{found.kind}:0 alone"
         raise DeviceError(
             f"Device {shown(spec)} is not available. This process sees {known}.",
-            code="gpu-not-visible",
         )
     return devices_of(found, [int(tail)])
 

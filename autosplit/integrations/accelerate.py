@@ -87,7 +87,6 @@ class SharesLoader(DataLoaderShard):
                 f"num_batches is {num_batches}. Expected the end of an optimizer step. A step has "
                 f"{self.share.accumulation_steps} micro-batches, and an epoch {ends[-1]}. Resume from the end of a "
                 "step.",
-                code="skipped-batches",
             )
         self._consumed = sum(step.num_samples for step in schedule[: ends.index(num_batches)])
         return self
@@ -284,7 +283,6 @@ class Accelerator(accelerate.Accelerator):
         if self.share is None:
             raise InputError(
                 "There is no plan, so there is no split of the batch. Pass plan= to the Accelerator.",
-                code="no-plan-given",
             )
         if self._weighs_samples:
             _tell_of_check(self.share.plan)
@@ -390,7 +388,7 @@ class Accelerator(accelerate.Accelerator):
         is_other = torch.tensor([int(bool(reason))], device=self.device)
         if int(super().gather(is_other).max()):
             text = reason or "In another process the loss is not a mean over samples. Pass count= to the Accelerator."
-            raise InputError(f"{text} Without it, micro-batches are weighted by their samples.", code="loss-not-a-mean")
+            raise InputError(f"{text} Without it, micro-batches are weighted by their samples.")
 
     def _drop_gradients(self) -> None:
         for optimizer in self._optimizers:
@@ -444,7 +442,6 @@ def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
         raise InputError(
             "The gradient_accumulation_plugin has sync_with_dataloader=False. Expected True, because the last "
             "optimizer step of an epoch ends with the epoch. Leave that setting out.",
-            code="accelerate-sync-with-dataloader",
         )
     launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")  # by `accelerate launch`
     given = int(launched) if launched.isdecimal() else 1, kwargs.pop("gradient_accumulation_steps", 1), plugin.num_steps
@@ -478,10 +475,8 @@ def _refuse_without_shares(loader: Any) -> None:
         raise InputError(
             "accelerate.skip_first_batches made this loader, and does not split batches by the plan. Call "
             "accelerator.skip_first_batches(loader, n) instead.",
-            code="accelerate-skip-first-batches",
         )
     raise InputError(
         "The loss comes from a loader that does not shuffle. accelerate gives every process the same number of its "
         "samples, but the plan does not. Pass accelerator.shares_of(loader) to prepare.",
-        code="loader-without-split",
     )

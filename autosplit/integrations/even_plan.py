@@ -75,7 +75,6 @@ def even_plan(plan: PlanRecord, tool: Tool) -> tuple[EvenRanks, Export]:
             f"no batch size fits all ranks, whose ceilings are {shown([one.batch_size for one in ranks.ceilings])}, "
             f"but {tool.called} has one batch size for all ranks. Train with autosplit.ddp, which gives each rank its "
             "own batch size.",
-            code="no-even-plan",
         )
     notes, lost_share = first_notes(plan), None
     even = replace(even, samples_per_s=None)
@@ -102,7 +101,6 @@ def _ranks_of(plan: PlanRecord) -> _Ranks:
     if min(sizes) < 1:
         raise PlanError(
             f"the plan's ranks have {shown(sizes)} samples, but every rank needs at least 1. Tune again.",
-            code="plan-rank-sizes",
         )
     effective = plan.ddp.effective_batch_size or plan.effective_batch_size
     ceilings = tuple(rank.ceiling for rank in plan.ddp.ranks)

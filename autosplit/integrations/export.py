@@ -40,15 +40,12 @@ def export(plan: PlanRecord, to: str, *, path: str | os.PathLike[str] | None = N
     """Convert a plan to the settings of another tool, see `Plan.export`."""
     make = _MAKERS.get(to) if isinstance(to, str) else None
     if make is None:
-        raise InputError(
-            f"to={shown(to)} is not an export format. Choose one of {', '.join(FORMATS)}.", code="export-format"
-        )
+        raise InputError(f"to={shown(to)} is not an export format. Choose one of {', '.join(FORMATS)}.")
     if plan.checkpointed and to in ("transformers", "accelerate", "lightning"):
         raise PlanError(
             f"the plan checkpoints {len(plan.checkpointed)} layers, such as {printable(plan.checkpointed[0])}, but "
             f"{shown(to)} has no setting for this. Train with autosplit or its integrations, or tune without "
             "checkpointing.",
-            code="export-checkpointing",
         )
     return make(plan, path)
 
@@ -176,7 +173,6 @@ def _to_lightning(plan: PlanRecord, _path: object) -> Export:
         raise PlanError(
             f"the plan's machines have {tuple_text(start.machines)} ranks, but Lightning's Trainer needs the same "
             "number on each machine. Train with autosplit.ddp, or export to torchrun.",
-            code="export-machines",
         )
     kind, several = plan.devices[0].kind, even.num_ranks > 1
     # Select the GPUs by index on a single machine, so that Lightning uses no other GPUs.
@@ -262,7 +258,6 @@ def _file_of(plan: PlanRecord, path: str | os.PathLike[str] | None) -> tuple[Pat
             raise InputError(
                 f"the plan's path {str(file)!r} has a control character. Expected a path that can be printed in a "
                 "command. Rename the file or its folder.",
-                code="export-path",
             )
         return file, []
     return Path(UNSAVED), [

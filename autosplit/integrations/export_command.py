@@ -65,7 +65,7 @@ def _checked(to: str | None, output: str | None, *, force: bool) -> str:
 
     if to not in FORMATS:
         given = "--to is missing" if to is None else f"--to {to!r} is not an export format"
-        raise InputError(f"{given}. Choose one of {', '.join(FORMATS)}, as in --to {FORMATS[0]}.", code="export-format")
+        raise InputError(f"{given}. Choose one of {', '.join(FORMATS)}, as in --to {FORMATS[0]}.")
     if output is None:
         return to
     stands = what_stands_at(output)
@@ -73,11 +73,9 @@ def _checked(to: str | None, output: str | None, *, force: bool) -> str:
         raise InputError(
             f"--output {output} is {stands}, not a file. "
             + (f"Write --output {Path(output) / 'settings'}." if stands == "a folder" else "Choose another name."),
-            code="export-output-not-a-file",
         )
     if not force and os.path.lexists(output):
         raise InputError(
             f"--output {output} exists. Choose another name, or replace it with --force.",
-            code="export-output-exists",
         )
     return to

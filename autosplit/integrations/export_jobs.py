@@ -70,7 +70,6 @@ def machines_of(plan: PlanRecord, counts: Sequence[int]) -> tuple[Machines, ...]
             raise PlanError(
                 f"a machine of the plan has {' and '.join(sorted(names))}. Cluster managers ask for GPUs of one kind "
                 "on each machine. Start the job with autosplit launch on the machine itself.",
-                code="export-mixed-machine",
             )
         found.append((count, None if on_cpu else names.pop()))
     groups, first = [], 0
@@ -217,7 +216,6 @@ def skypilot_task(machines: Sequence[Machines], plan_file: Path) -> dict[str, An
         raise PlanError(
             f"the plan's machines differ ({tuple_text(counts)} ranks of {', '.join(_names(machines))}), but SkyPilot "
             "starts identical machines. Export to slurm or trainjob, or tune for machines of one kind.",
-            code="export-skypilot-machines",
         )
     (group,) = machines
     run = (

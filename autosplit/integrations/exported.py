@@ -58,7 +58,5 @@ class Export:
         """
         target = Path(path)
         if target.is_dir():
-            raise InputError(
-                f"{target} is a folder, not a file. Write to {target / 'settings'}.", code="output-is-folder"
-            )
+            raise InputError(f"{target} is a folder, not a file. Write to {target / 'settings'}.")
         write_for_all(target, self.text + "\n")

@@ -77,5 +77,4 @@ def refuse_sum(is_sum: bool) -> None:
         raise InputError(
             "noise_scale is given, but the loss is a sum. Expected a mean, because the noise scale is defined for "
             "its gradient. Tune and train with a mean, or leave noise_scale out.",
-            code="noise-scale-sum",
         )

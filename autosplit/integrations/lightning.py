@@ -149,7 +149,6 @@ class SharesLoader:
                 f"Lightning resumes after {begin} micro-batches of the epoch, but the loader resumes after "
                 f"{first}, because the checkpoint is not from this plan. Resume from a checkpoint of the same plan "
                 "or from the end of an epoch, or load only the weights.",
-                code="lightning-position",
             )
         return begin
 
@@ -214,7 +213,6 @@ class Shares(lightning.pytorch.Callback):
                 f"The plan splits a batch over {len(self.share.plan.devices)} devices of one process, and Lightning "
                 "has no strategy for that. Expected a plan for one device, or one process per device. Tune with "
                 "strategy='ddp' and start the script with autosplit launch.",
-                code="lightning-several-devices",
             )
 
     def loader(self, loader: Any, *, shuffle: bool | None = None, seed: int = 0, drop_last: bool | None = None) -> Any:
@@ -269,7 +267,6 @@ class Shares(lightning.pytorch.Callback):
             raise InputError(
                 "automatic_optimization is False. Expected True, because Lightning does not report the end of an "
                 "optimizer step otherwise. Set it to True, or write the training loop with autosplit.ddp.",
-                code="lightning-manual-optimization",
             )
         let_go_of_group_last(trainer.strategy.model)
         self._find_loader(trainer)
@@ -304,7 +301,6 @@ class Shares(lightning.pytorch.Callback):
                 f"accumulate_grad_batches is {trainer.accumulate_grad_batches}. Expected the plan's "
                 f"{self.share.accumulation_steps} in every epoch. Remove the code that sets it, such as a "
                 "GradientAccumulationScheduler.",
-                code="lightning-accumulation",
             )
         self._at = self._loader.walked[batch_idx]
         if self._norms is not None and self._at.position == 0:
@@ -340,7 +336,6 @@ class Shares(lightning.pytorch.Callback):
             raise InputError(
                 f"The training loader is a {type(loader).__name__}. Expected a loader that splits batches by the "
                 "plan. Pass shares.loader(loader), or shares.data(datamodule).",
-                code="lightning-loader",
             )
         loader.follow(trainer)
         if self._finding is not None:

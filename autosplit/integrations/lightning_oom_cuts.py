@@ -90,7 +90,6 @@ def _loss_of(outputs: Any) -> Tensor:
         raise InputError(
             f"training_step returned a {type(outputs).__name__}. Expected its loss, or a dict with the loss, "
             "because on_oom='cut' must run every micro-batch. Return a loss, or leave on_oom out.",
-            code="lightning-training-step",
         )
     return loss
 
@@ -120,5 +119,4 @@ def refuse_no_mixin(module: Any) -> None:
         raise InputError(
             f"on_oom is 'cut', but the training step of {name} can't run in parts. Declare it as class "
             f"{name}(CutMixin, lightning.LightningModule), or leave on_oom out.",
-            code="lightning-cut-mixin",
         )

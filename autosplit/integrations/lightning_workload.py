@@ -77,7 +77,6 @@ def _loss_of_step(module: lightning.pytorch.LightningModule, batch: Any) -> Tens
         raise InputError(
             f"training_step returned a {type(loss).__name__} as its loss. Expected a tensor, or a mapping with a "
             "tensor under 'loss'. A skipped step can't be measured.",
-            code="lightning-step-loss",
         )
     return loss
 
@@ -141,24 +140,20 @@ def _refuse_unlike(module: Any, trainer: Any) -> None:
         raise InputError(
             f"module is a {type(module).__name__}. Expected a lightning.pytorch.LightningModule. For another "
             "module, use Workload(model, sample_batch).",
-            code="lightning-module",
         )
     if not module.automatic_optimization:
         raise InputError(
             "automatic_optimization is False. Expected True, because only the module knows its optimizer steps "
             "otherwise. Use Workload(models, batch, step=...).",
-            code="lightning-workload-manual-optimization",
         )
     if trainer is not None and not isinstance(trainer, lightning.pytorch.Trainer):
         raise InputError(
             f"trainer is a {type(trainer).__name__}. Expected a lightning.pytorch.Trainer or None.",
-            code="lightning-trainer",
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise InputError(
             "training_step takes the iterator of its loader. Expected a batch, because autosplit makes batches of "
             "other sizes from it. Declare training_step(self, batch, batch_idx).",
-            code="lightning-iterator",
         )
 
 
@@ -177,7 +172,6 @@ def _sample_batch(module: Any, data: Any, trainer: Any, batches: int, batch_dim:
             raise InputError(
                 f"The training loader is a {type(loader).__name__}. Expected a single loader, because autosplit "
                 "makes batches of other sizes from its batches. Pass the loader that determines the memory.",
-                code="lightning-several-loaders",
             )
         batch = largest_batch(loader, batches, batch_dim)
         hooks = owner if is_overridden("on_before_batch_transfer", owner) else module
@@ -210,7 +204,6 @@ def _optimizer_of(configured: Any) -> Optimizer:
         raise InputError(
             f"configure_optimizers returned {kinds}. Expected one torch.optim.Optimizer, with or without a "
             "scheduler. Pass optimizer= for other optimizers.",
-            code="lightning-optimizers",
         )
     return optimizers[0]
 
@@ -221,7 +214,6 @@ def _precision_of(trainer: Any) -> str:
         raise InputError(
             f"The Trainer's precision is {named!r}. Expected one of {', '.join(map(repr, PRECISIONS))}. Convert the "
             "module yourself and pass precision='none'.",
-            code="lightning-precision",
         )
     return PRECISIONS[named]
 
@@ -235,7 +227,6 @@ def _asking_for_trainer(call: Any, name: str) -> Any:
         raise InputError(
             f"{name} uses self.trainer, but there is no Trainer. Pass trainer=, the Trainer that will train the "
             "module.",
-            code="lightning-needs-trainer",
         ) from error
 
 

@@ -102,7 +102,6 @@ class LoopPosition:
                 f"Batch {one.position + 1} of an optimizer step was drawn after a batch of another loader. "
                 f"Expected all {one.length} batches of a step in a row. Finish the step of one loader before you "
                 "draw from another.",
-                code="loaders-interleaved",
             )
         if self._is_ahead and self._drawn:
             raise InputError(
@@ -110,7 +109,6 @@ class LoopPosition:
                 "batches had not run. Draw all accelerator.gradient_accumulation_steps batches of a step before "
                 "its first backward, or one before each backward. Skip no batch (to resume: "
                 "accelerator.skip_first_batches).",
-                code="batches-drawn-early",
             )
         self._is_ahead = False
         self._drawn.append(one)
@@ -139,7 +137,6 @@ class LoopPosition:
                 raise InputError(
                     "There were more backwards than batches drawn for this optimizer step. Expected one backward "
                     "per batch. Add up the losses of a batch before accelerator.backward.",
-                    code="too-many-backwards",
                 )
         self._has_run = True
         return self.at
@@ -160,7 +157,6 @@ class LoopPosition:
             raise InputError(
                 "optimizer.step() was called after a batch without accelerator.backward, which weights the loss by "
                 "the plan's split. Write accelerator.backward(loss) instead of loss.backward().",
-                code="step-before-backward",
             )
         assert self._at is not None, "`run` sets it"
         if self._steps_seldom and not self._was_entered and not self._at.ends_step:
@@ -168,7 +164,6 @@ class LoopPosition:
                 f"optimizer.step() was called after {self._at.position + 1} micro-batches, but the plan's step has "
                 f"{self._at.length}. Call it after the last one: count to accelerator.gradient_accumulation_steps, "
                 f"or {_CURE}.",
-                code="step-too-early",
             )
         self._has_stepped = True
 
@@ -181,7 +176,6 @@ class LoopPosition:
                     f"{len(self._drawn)} batches were drawn, and the first has not run. Draw one batch before each "
                     f"backward, or all {one.length} of an optimizer step before the first backward. Draw from one "
                     "loader, and skip no batch (to resume: accelerator.skip_first_batches).",
-                    code="batches-drawn-ahead",
                 )
         self._check_before()
         if one.position == 0:
@@ -198,7 +192,6 @@ class LoopPosition:
                 raise InputError(
                     f"The plan's step of {self._at.length} micro-batches ended without optimizer.step(). Call it "
                     f"after the last one: count to accelerator.gradient_accumulation_steps, or {_CURE}.",
-                    code="step-missing",
                 )
             return
         self._steps_always |= self._has_stepped
@@ -209,5 +202,4 @@ class LoopPosition:
                 "accelerator.accumulate. If the loop divides the loss, the loss would be divided twice. Use "
                 f"accumulate(): {_CURE}. If the loop does not divide the loss, pass gradient_accumulation_steps= "
                 "to the Accelerator.",
-                code="accumulated-by-hand",
             )

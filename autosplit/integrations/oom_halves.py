@@ -69,7 +69,6 @@ class CutBatches:
                         "on_oom is 'cut', and a batch was drawn before the previous batch had run. Draw each batch "
                         "only when it runs. If a batch does not fit, autosplit draws it again in parts. Write "
                         "`with accelerator.accumulate(model):` around each batch.",
-                        code="batch-drawn-before-run",
                     )
                 if attempt.has_failed:
                     parts[:0] = attempt.halves()
@@ -100,7 +99,6 @@ class CutBatches:
                 "on_oom is 'cut', and accelerator.backward was called outside of accelerator.accumulate, or twice "
                 "in it. Expected one call in each accumulate(), because a micro-batch may run in parts. Add the losses "
                 "up before the call.",
-                code="backward-outside-accumulate",
             )
         self._attempt.backward(run, loss)
         for wrapped in self._wrapped if ends_step else []:
@@ -112,5 +110,4 @@ def refuse_gathering() -> None:
     raise InputError(
         "on_oom is 'cut', and the processes gather inside an optimizer step. Each process may run a different number "
         "of parts there. Call accelerator.gather when accelerator.sync_gradients is True, or after the epoch.",
-        code="gather-inside-step",
     )

@@ -42,7 +42,6 @@ class OwnLoss:
                 "The model gets num_items_in_batch, so the loop weights its losses itself, but "
                 "accelerator.backward weights them by the plan's split. Compute the loss without "
                 "num_items_in_batch, and pass count= to the Accelerator.",
-                code="num-items-in-batch",
             )
 
     def examine(self, loss: torch.Tensor, model: nn.Module, loader: Any, *, is_checked: bool) -> str:
@@ -105,7 +104,6 @@ def _samples(kwargs: dict[str, Any], loader: Any) -> Samples | dict[str, Any]:
         if not isinstance(batch, Mapping) or not kwargs.keys() <= batch.keys():
             raise WorkloadError(
                 "The model's arguments can't be cut, and the loader's collator does not return them",
-                code="arguments-not-collated",
             )
         return {name: batch[name] for name in kwargs}
 

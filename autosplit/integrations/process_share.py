@@ -124,7 +124,6 @@ class Share:
                     f"{shares}. A process without samples runs a sample of another process, and the model's "
                     "BatchNorms would count this sample. Drop a short last step (drop_last), tune for another "
                     "effective batch size, or train with autosplit.ddp, where BatchNorms do not count such samples.",
-                    code="batchnorm-process-without-samples",
                 )
 
     def tell_of_other_model(self, model: Any) -> None:
@@ -173,7 +172,6 @@ class Share:
                 "With a different number, each process would train a separate model. Start the script with autosplit "
                 f"launch, which sets the number. With Lightning, also pass devices={self.num_processes}. With "
                 "accelerate, create no PartialState before the Accelerator.",
-                code="process-count",
             )
         wanted = self.device
         same_index = None in {wanted.index, device.index} or wanted.index == device.index
@@ -182,7 +180,6 @@ class Share:
                 f"{tool} uses {device} in process {self.place.rank}, but the plan's {self.batch_size} samples of "
                 f"this process are for {wanted}. Set CUDA_VISIBLE_DEVICES to the plan's GPUs in the plan's order, "
                 "or tune for the devices of this machine.",
-                code="process-device",
             )
 
 
@@ -194,7 +191,6 @@ def share_of(plan: Plan, place: Place) -> Share:
             raise PlanError(
                 "The plan is for a sharded model, but this library trains a whole model on each rank. The plan's batch "
                 "sizes may not fit. Pass a plan from autosplit.tune, or train with autosplit.ddp and ctx.shard.",
-                code="plan-is-for-sharded-model",
             )
         count = len(plan.ddp.ranks)
         if count != place.world_size:
@@ -212,7 +208,6 @@ def share_of(plan: Plan, place: Place) -> Share:
         raise PlanError(
             f"The plan is for {len(plan.devices)} processes, but there is only this one. Start the script with "
             "autosplit launch, or tune with strategy='balanced'.",
-            code="plan-needs-several-processes",
         )
     return Share(plan, place, (plan.batch_size,), plan.accumulation_steps, plan.effective_batch_size)
 
@@ -232,7 +227,6 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
     if profile is not None:
         raise InputError(
             f"plan is {profile!r}. Expected a plan or a plan file. Leave plan out to use the saved plan.",
-            code="plan-argument",
         )
     if parameters is None:
         return None

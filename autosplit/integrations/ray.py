@@ -181,7 +181,6 @@ def tune(
         raise InputError(
             f"{given[0]}={options[given[0]]!r} was passed. Ray chooses the devices, and the strategy is 'ddp'. Leave "
             "the argument out, and choose nodes by ScalingConfig(label_selector=...).",
-            code="ray-tune-option",
         )
     from ray.train.torch import TorchTrainer
 
@@ -233,7 +232,6 @@ def _require_worker(what: str) -> None:
         raise InputError(
             f"autosplit.integrations.ray.{what} found no process group. Expected a worker of "
             "ray.train.torch.TorchTrainer. Call it in train_loop_per_worker.",
-            code="ray-process-group",
         )
 
 
@@ -253,7 +251,6 @@ def _budget(memory: str) -> int:
         raise InputError(
             f"The label {MEMORY_LABEL} of node {ray.util.get_node_ip_address()} is {memory}. Expected "
             f"{_size(nbytes)}, because Ray compares text. Start the node with --labels={MEMORY_LABEL}={_size(nbytes)}.",
-            code="ray-memory-label",
         )
     return nbytes
 
@@ -267,7 +264,6 @@ def _selector(device: PlanDevice, labels: Mapping[str, Mapping[str, str]]) -> di
         raise DeviceError(
             f"The plan's device is {device.name}, whose label in Ray is unknown. Expected an NVIDIA GPU or a CPU. Pass "
             f"the label of its nodes as labels={{{device.name!r}: {{'KEY': 'VALUE'}}}}.",
-            code="ray-label",
         )
     from ray._private.accelerators import NvidiaGPUAcceleratorManager
 

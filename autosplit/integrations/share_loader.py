@@ -63,7 +63,6 @@ class MarkingCollate:
             raise InputError(
                 f"The collator returned a {type(batch).__name__}. Expected a mapping, because autosplit marks the "
                 "batches of processes without samples. Return a dict, or set drop_last.",
-                code="collator-type",
             )
         return {**batch, MARK: 0}
 

@@ -136,7 +136,6 @@ class SharesMixin(Mixed):
         elif training_args is None:
             raise InputError(
                 "args is not given. Expected TrainingArguments, because the plan sets some of them. Pass args=.",
-                code="trainer-arguments-missing",
             )
         else:
             apply(self.share.plan, training_args, share=self.share)
@@ -435,7 +434,6 @@ def _refuse_unfit(args: Any) -> None:
             raise InputError(
                 f"{name} is {getattr(args, name)!r}. Expected it to be off, because the plan sets the batch sizes "
                 f"and trains with DDP. Leave {name} out, or train without a plan.",
-                code="trainer-option",
             )
 
 

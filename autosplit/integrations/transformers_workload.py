@@ -34,7 +34,6 @@ def workload(trainer: Any) -> Workload:
         raise InputError(
             f"The Trainer's train_dataset is {type(dataset).__name__}. Expected a dataset that returns "
             "samples by index, because autosplit makes a sample batch from them. Pass train_dataset=.",
-            code="trainer-dataset",
         )
     share, trainer.share = getattr(trainer, "share", None), None  # get the Trainer's loader without the plan
     try:

@@ -30,7 +30,6 @@ def gather_uneven(data: Any) -> Any:
         raise InputError(
             f"The processes gather tensors of the sizes {shown(shapes)}. Expected sizes that differ only in the "
             "first dimension. Pad them with accelerator.pad_across_processes(tensor, dim=1).",
-            code="gather-uneven-sizes",
         )
     sizes = iter([[shape[0] for shape in of_one] for of_one in zip(*shapes, strict=True)])
     return recursively_apply(lambda tensor: _gathered(tensor, next(sizes)), rows)

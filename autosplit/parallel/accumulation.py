@@ -96,7 +96,6 @@ class WatchedParameter:
                 f"Parameters changed in the backward of {place}, for example by an optimizer that steps in a "
                 "gradient hook. Each micro-batch would be a separate update. Step after the inner loop, or train "
                 "with accumulation_steps=1.",
-                code="update-inside-backward",
             )
         self.has_gradient = self.parameter.grad is not None
 

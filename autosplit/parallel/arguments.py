@@ -23,11 +23,9 @@ def refuse_wrong_order(gpu0_bsz: Any, module: Any) -> None:
             f"gpu0_bsz is a {type(gpu0_bsz).__name__} and module is {module!r:.80}. Expected the number of "
             "samples for the first device (or None), and then the module. Write BalancedDataParallel(None, module, "
             "device_ids).",
-            code="arguments-order",
         )
     raise InputError(
         f"module is {module!r:.80}. Expected an nn.Module. Write BalancedDataParallel(gpu0_bsz, module, device_ids).",
-        code="module-type",
     )
 
 
@@ -37,7 +35,6 @@ def refuse_packed(values: tuple[Any, ...]) -> None:
         raise WorkloadError(
             "An argument is a PackedSequence, which autosplit can't cut into samples. It concatenates the time "
             "steps of all samples. Pass the padded tensor and its lengths, and pack inside the module.",
-            code="packed-sequence",
         )
 
 
@@ -51,14 +48,12 @@ def refuse_compiled(module: nn.Module) -> None:
             raise InputError(
                 f"{what} a compiled {type(part).__name__}. Expected an eager module. Wrap the eager module and "
                 "compile the wrapper: torch.compile(BalancedDataParallel(...)).",
-                code="module-compiled",
             )
     scripted = scripted_part(module)
     if scripted is not None:
         raise InputError(
             f"The module can't be replicated: {scripted}. Expected a Python module. Wrap the module before "
             "scripting or tracing.",
-            code="module-scripted",
         )
 
 
@@ -70,7 +65,6 @@ def devices_from(device_ids: Sequence[int | str | torch.device] | None) -> tuple
     if isinstance(device_ids, (str, torch.device)) or not isinstance(device_ids, Iterable):
         raise DeviceError(
             f"device_ids is {device_ids!r:.80}. Expected a list of devices. Write [{device_ids!r:.80}].",
-            code="device-ids-type",
         )
     devices = tuple(map(_device_named, device_ids))
     kinds = {device.type for device in devices}
@@ -79,7 +73,6 @@ def devices_from(device_ids: Sequence[int | str | torch.device] | None) -> tuple
         raise DeviceError(
             f"device_ids are {[str(d) for d in devices]}. Expected either only {here or 'cuda'} devices or only cpu "
             "devices.",
-            code="device-ids-mixed",
         )
     if kinds == {"cuda"} and here is None:
         return ()  # without a usable GPU, nn.DataParallel calls the module directly, too
@@ -93,7 +86,6 @@ def _device_named(item: Any) -> torch.device:
         raise DeviceError(
             f"A device is {item!r:.80}. Expected the number of a GPU, 'cuda:1', or 'cpu'. autosplit.list_devices() "
             "lists them.",
-            code="device-item",
         ) from None
 
 
@@ -108,7 +100,6 @@ def output_device_from(given: int | str | torch.device | None, first: torch.devi
         raise DeviceError(
             f"output_device is {given!r}. Expected the same device type as {first}, because the loss is computed "
             "there. Leave output_device out, and call .cpu() on the output.",
-            code="output-device",
         )
     return place
 

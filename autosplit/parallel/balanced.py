@@ -154,11 +154,10 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         gpu0_bsz = None if gpu0_bsz is None else whole_number("gpu0_bsz", gpu0_bsz)
         sizes = self._checked_sizes("split", split)
         if sizes is not None and not any(sizes):
-            raise InputError(f"split is {sizes}. Expected at least one sample on one device.", code="split-empty")
+            raise InputError(f"split is {sizes}. Expected at least one sample on one device.")
         if sizes is not None and gpu0_bsz is not None and sizes and sizes[0] != gpu0_bsz:
             raise InputError(
                 f"gpu0_bsz is {gpu0_bsz} and split[0] is {sizes[0]}. Expected equal numbers. Leave one of them out.",
-                code="gpu0-bsz-differs",
             )
         if sizes is not None and self.ceilings is not None:
             for index, (size, ceiling) in enumerate(zip(sizes, self.ceilings, strict=True)):
@@ -166,7 +165,6 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                     raise InputError(
                         f"split[{index}] is {size}, above that device's ceiling of {ceiling}. Reduce it, or raise "
                         "the ceiling if the batch does fit on the device.",
-                        code="split-above-ceiling",
                     )
         self._split = sizes
         self._gpu0_bsz = sizes[0] if sizes else gpu0_bsz
@@ -244,7 +242,6 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                 f"({_NORM_NEEDS_TWO} when training). Expected 0 or at least 2 samples on each device. Choose "
                 "another split, drop the short last batch (drop_last=True), or use a norm that does not depend on "
                 "the batch.",
-                code="batchnorm-single-sample",
             ) from error
         seen = self._seen[self.module.training]
         facts = self._cuts.cuts_lists, self._cuts.lengths(call), self._cuts.views(call, batch_size)
@@ -383,7 +380,6 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                 raise DeviceError(
                     f"{name} is on {tensor.device}. Expected the first device, {home}. Call .to('{home}') on the "
                     "model.",
-                    code="module-device",
                 )
         if not self._checked:
             refuse_compiled(self.module)  # the module may have been compiled after the wrapper was created
@@ -423,7 +419,6 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                 f"The wrapper has {len(self.devices)} devices, but the memory budgets are for "
                 f"{placement.num_devices}. Expected a budget for each device. Take the budgets and the "
                 "wrapper from one plan.",
-                code="budgets-device-count",
             )
         link = Link(torch.device(self.output_device))
         if placement is None and self.devices[0].type != "cpu":

@@ -28,7 +28,6 @@ def check_loader(loader: Any) -> None:
         raise InputError(
             f"loader is a {type(loader).__name__}. Expected a DataLoader, or another iterable of batches. Create "
             "one with plan.loader(dataset).",
-            code="loader-type",
         )
 
 
@@ -61,10 +60,9 @@ def as_count(value: Any, name: str) -> float:
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise InputError(
             f"{name} returned a tensor of shape {tuple(value.shape)}. Expected {expected}. Return its sum().",
-            code="count-shape",
         )
     if isinstance(value, (bool, str, bytes)) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
-        raise InputError(f"{name} returned {value!r:.80}. Expected {expected}.", code="count-type")
+        raise InputError(f"{name} returned {value!r:.80}. Expected {expected}.")
     try:
         plain: Any = value.item() if isinstance(value, torch.Tensor) else value
         number: float = operator.index(plain)
@@ -72,11 +70,10 @@ def as_count(value: Any, name: str) -> float:
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError):
-            raise InputError(f"{name} returned {value!r:.80}. Expected {expected}.", code="count-type") from None
+            raise InputError(f"{name} returned {value!r:.80}. Expected {expected}.") from None
     if not math.isfinite(number) or number < 0:
         raise InputError(
             f"{name} returned {number}. Expected {expected}. A micro-batch whose count is 0 contributes nothing.",
-            code="count-range",
         )
     return number
 
@@ -98,7 +95,6 @@ def count_samples(batch: Any) -> int:
         raise InputError(
             f"A batch is a {type(batch).__name__} without a tensor that has dimensions. Expected a tensor with the "
             "samples in its first dimension. Pass count=, a function that returns the samples of a batch.",
-            code="batch-uncountable",
         )
     return samples
 

@@ -28,7 +28,7 @@ class LeftOutWarning(UserWarning):
 
 def _no_more_than(name: str, number: int, most: int) -> int:
     if number > most:
-        raise InputError(f"{name} is {shown(number)}. Expected a whole number of at most {most}.", code="number-range")
+        raise InputError(f"{name} is {shown(number)}. Expected a whole number of at most {most}.")
     return number
 
 
@@ -139,7 +139,6 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 f"drop_last=True leaves no step: the dataset has {self.num_samples} samples, and a step has "
                 f"{self.effective_batch_size}. Expected at least one step. Tune for a smaller effective_batch_size, or "
                 "leave drop_last out.",
-                code="drop-last-leaves-no-step",
             )
         self._draw = order
         self.rank_slice = RankSlice(0, (self.batch_size,)) if rank_slice is None else rank_slice
@@ -195,7 +194,6 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                     f"The last forward of an optimizer step of {step.num_samples} samples has {last}, split "
                     f"{shares}. Expected 0 or at least {least} on each device, because the plan's BatchNorms need "
                     "that many. Pass drop_last=True, or use a different number of samples.",
-                    code="batchnorm-last-forward",
                 )
 
     def check_sizes(self, batch_size: int, effective_batch_size: int) -> None:
@@ -208,7 +206,6 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 raise InputError(
                     f"{name} is {wanted}, but the loader's batch sampler was made for {has}. Expected the same. "
                     "Make both from one plan.",
-                    code="sampler-sizes",
                 )
 
     def check_dataset(self, dataset: Any) -> None:
@@ -227,7 +224,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
             "batch_sampler(len(dataset))"
         )
         if len(dataset) < self.num_samples:
-            raise InputError(said, code="dataset-size")
+            raise InputError(said)
         said += f", or a Subset if the other {len(dataset) - self.num_samples} are not for training"
         warn_user(said, LeftOutWarning)
 
@@ -282,14 +279,12 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         if lacks:
             raise InputError(
                 f"The sampler's state has no {', '.join(lacks)}. Pass the dict that state_dict() returned.",
-                code="sampler-state-lacks",
             )
         for name, own in (*facts.items(), ("epoch", 0), ("samples_consumed", 0)):
             if type(state[name]) is not type(own):  # comparing a tensor would raise, and True equals 1
                 raise InputError(
                     f"The sampler's state has {name} {shown(state[name])}. Expected {_TYPES[type(own)]}. Pass the dict "
                     "that state_dict() returned.",
-                    code="sampler-state-type",
                 )
         wrong = [
             f"{name} {shown(state[name])} instead of {facts[name]}" for name in facts if state[name] != facts[name]
@@ -299,7 +294,6 @@ class ScheduledBatchSampler(Sampler[list[int]]):
             raise InputError(
                 f"The sampler's state belongs to a different order of samples: {', '.join(wrong)}. Create the sampler "
                 "with the arguments that it had, or begin a new epoch.",
-                code="sampler-state-differs",
             )
         epoch = _no_more_than("epoch", whole_number("epoch", state["epoch"]), MOST_EPOCHS)
         self._step_after(state["samples_consumed"], epoch)
@@ -344,14 +338,12 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 f"samples_consumed is {consumed}, but an epoch has {ends[-1]} samples. Expected the number of "
                 "samples consumed in the current epoch. Subtract the samples of finished epochs, and pass the "
                 "current epoch to set_epoch.",
-                code="samples-consumed-range",
             )
         finished = bisect.bisect_right(ends, consumed) - 1
         if ends[finished] != consumed:
             raise InputError(
                 f"samples_consumed is {consumed}, which is inside an optimizer step. Expected the end of a step. "
                 f"Resume from the last finished step, {ends[finished]}.",
-                code="samples-consumed-inside-step",
             )
         return finished
 

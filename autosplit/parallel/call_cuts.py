@@ -55,7 +55,6 @@ class CallCuts:
                 raise WorkloadError(
                     f"{place} is a nested tensor. autosplit cuts tensors with the batch in one dimension, and lists "
                     "of tensors. Pass leaf.unbind() as a list, or a padded tensor with its lengths.",
-                    code="nested-tensor",
                 )
         if not any(isinstance(leaf, Tensor) and leaf.dim() > self.dim for leaf in leaves_of(call)):
             return None
@@ -72,7 +71,6 @@ class CallCuts:
             raise WorkloadError(
                 f"{self._rows_text(call)}: {error}. A batch that cannot be cut trains on one device or with DDP "
                 "(strategy='ddp')",
-                code="batch-not-cuttable",
             ) from error
         if size == expected and not self.lists:
             self._learn(call, size)
@@ -145,7 +143,7 @@ class CallCuts:
         self.cuts_lists = any(True for _ in layout.lists(call))
         for part, name in zip(call, ("inputs", "kwargs"), strict=True):
             if why := uncuttable(part, name, layout):
-                raise WorkloadError(why, code="batch-not-cuttable")
+                raise WorkloadError(why)
         return active, chunk(call, own, self.dim, batch_size, layout=layout)
 
     def _remembered(self, call: Any, batch_size: int) -> tuple[Any, Layout]:

@@ -26,7 +26,6 @@ def checkpoint_layers(model: nn.Module, names: Iterable[str]) -> None:
         raise PlanError(
             f"The plan checkpoints the layer {lacking[0]}, but {type(model).__name__} has no such layer. Expected "
             "the tuned model, not yet wrapped. Pass the tuned model, or tune again with this model.",
-            code="checkpointed-layer-missing",
         )
     for name in names:
         checkpoint_layer(layers[name])

@@ -47,7 +47,6 @@ class Steps(Iterator[OptimizerStep]):
             raise InputError(
                 "The steps of this epoch are over. Expected new steps for each epoch. Write `for step in "
                 "plan.steps(loader)` (or ctx.steps) inside of the loop over the epochs.",
-                code="steps-of-ended-epoch",
             )
         return self
 
@@ -103,7 +102,6 @@ def steps(
     if count is not None and not callable(count):
         raise InputError(
             f"count is {count!r}. Expected a function of a batch. Pass a function, or leave count out.",
-            code="count-not-callable",
         )
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ScheduledBatchSampler):
@@ -115,7 +113,6 @@ def steps(
             raise InputError(
                 f"count is given, but the loader's batch sampler is for one of {sampler.rank_slice.num_ranks} "
                 "ranks. plan.steps does not know the counts of the other ranks. Use ctx.steps(loader, count=...).",
-                code="count-on-one-rank",
             )
         made = _scheduled_steps(loader, sampler, count, over_ranks or list, spans_ranks)
     elif count is not None:
@@ -199,7 +196,6 @@ def _scheduled_steps(
         raise InputError(
             "The loader returned more batches than its sampler planned. Expected one batch per micro-batch. Pass a "
             "loader that does not repeat or add batches.",
-            code="loader-too-long",
         )
 
 

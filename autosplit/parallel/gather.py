@@ -241,7 +241,6 @@ class Gathering:
             f"The output{place} is {what} on each device. All devices have the same number of samples, so "
             "autosplit can't detect whether the items are samples. If they are, return torch.stack(items). If not, "
             f"return {container}. Or give the devices different numbers of samples in the first batch.",
-            code="outputs-ambiguous",
         )
 
     def _warn_of_list(self, first: Any, place: str, taken: str) -> None:
@@ -302,7 +301,6 @@ class Gathering:
                     f"The output{place} has {each} rows for each sample, and the call has {each} tensors for each "
                     "sample. Expected one row for each sample: joined parts of torch.cat(views) are in another order. "
                     "Return torch.stack(views, 1), and call output.transpose(0, 1).flatten(0, 1) on the joined output.",
-                    code="outputs-rows",
                 )
             others = [size for dim, size in enumerate(tensors[0].shape) if dim != self.dim]
             if len(set(self.shares)) > 1 or (each in self.lengths and self.shares[0] not in others):
@@ -315,7 +313,6 @@ class Gathering:
             f"Expected the samples in dimension {self.dim}. Return tensors with the batch in dimension {self.dim} "
             f"({_batch_first(tensors, self.shares, self.dim)}), return a scalar, or compute the loss inside the "
             "module and return only the loss.",
-            code="outputs-rows",
         )
 
     def _concatenated(self, tensors: list[Tensor], dim: int, place: str = "") -> Tensor:
@@ -323,7 +320,6 @@ class Gathering:
             raise WorkloadError(
                 f"An output of the replicas has the shape {tuple(tensors[0].shape)}. Expected a dimension {dim}, "
                 "along which the batch is split. Return a tensor with that dimension, or a scalar.",
-                code="outputs-dimension",
             )
         shapes = {tuple(s for d, s in enumerate(tensor.shape) if d != dim % tensor.dim()) for tensor in tensors}
         if len(shapes) != 1:
@@ -352,7 +348,6 @@ class Gathering:
             raise WorkloadError(
                 f"{len(caches)} replicas returned the same {type(caches[0]).__name__} object. Expected a separate "
                 "cache from each. Pass use_cache=False and no past_key_values if the batch is split.",
-                code="outputs-shared-cache",
             )
         return self._join_state(caches)
 
@@ -404,5 +399,4 @@ def _cannot_join(what: str, values: list[Any], place: str = "") -> WorkloadError
     return WorkloadError(
         f"The replicas' outputs{place} have different {what}: {shown}. Expected the same on each. Return per-sample "
         "tensors of one shape, or combine them inside the module.",
-        code="outputs-differ",
     )

@@ -60,7 +60,6 @@ def begin_draws(sampler: Any) -> Draws:
             "A plan's batch sampler draws in a worker of a DataLoader, which hides the plan's schedule from steps. "
             "Expected that the loader with this sampler is not inside the data set of another DataLoader. Call "
             "ctx.steps(loader) or plan.steps(loader) with that loader itself.",
-            code="loader-wrapped",
         )
     made = _unscheduled[sampler] = Draws(sampler.rank_slice.num_ranks)
     _newest.append(made)
@@ -115,5 +114,4 @@ def _refuse(loader: Any, draws: Draws) -> None:
         f"The loader is a {type(loader).__name__} around a loader with a plan's batch sampler, which hides the plan's "
         f"schedule. Expected that loader itself. Call {owner}.steps(loader), and wrap the steps instead: "
         f"`for step in tqdm({owner}.steps(loader)):`. Change the batches in the inner loop or in collate_fn.",
-        code="loader-wrapped",
     )

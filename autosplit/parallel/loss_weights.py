@@ -62,9 +62,7 @@ def checked_reduce(reduce: Reduce | None) -> Reduce | None:
     """Return `reduce`, or raise InputError if it is neither a known name, nor a callable, nor None."""
     if reduce is not None and reduce not in _NAMED and not callable(reduce):
         named = ", ".join(map(repr, _NAMED))
-        raise InputError(
-            f"reduce is {reduce!r}. Expected {named} or a callable. Pass one of them, or None.", code="reduce"
-        )
+        raise InputError(f"reduce is {reduce!r}. Expected {named} or a callable. Pass one of them, or None.")
     return reduce
 
 
@@ -126,7 +124,6 @@ def _labels_in(kwargs: Mapping[str, Any], reduce: str) -> Tensor:
         raise WorkloadError(
             f"reduce={reduce!r}, but the call has no tensor named labels. It has {sorted(kwargs)}. Pass labels= to "
             "the module, or a callable as reduce=.",
-            code="reduce-labels",
         )
     return labels[..., 1:] if reduce == "next tokens" else labels
 
@@ -165,5 +162,4 @@ def require_one_number(loss: object) -> None:
     got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
     raise InputError(
         f"loss is {got}. Expected a tensor with one number. Pass the mean of the micro-batch, loss.mean().",
-        code="loss-shape",
     )

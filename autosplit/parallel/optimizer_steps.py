@@ -114,7 +114,6 @@ class OptimizerStep:
         if self._now is None:
             raise InputError(
                 f"Optimizer step {self.index} has no current micro-batch. Write `for batch in step:` first.",
-                code="step-without-batch",
             )
         if not self.count:
             return 0.0
@@ -163,7 +162,6 @@ class OptimizerStep:
             raise InputError(
                 f"step.backward was called twice for {self._place()}. Expected one call, on the sum of the losses. "
                 "If a GAN needs two, call (loss_d * step.weight).backward() for the first.",
-                code="backward-twice",
             )
         self._check_parameters()
         require_one_number(loss)
@@ -177,7 +175,6 @@ class OptimizerStep:
             raise InputError(
                 f"step.backward was called outside of an attempt for {self._place()}, but on_oom is 'cut'. Put the "
                 "forward and step.backward(loss) into `with step.attempt():`.",
-                code="backward-outside-attempt",
             )
         now.had_backward = True  # also if the backward fails: gradients may be incomplete, so it cannot run again
         if not weight and not ((now.meets or now.gathers) and self.num_ranks > 1):
@@ -243,7 +240,6 @@ class OptimizerStep:
             raise InputError(
                 f"An attempt began without a current micro-batch in optimizer step {self.index}. Begin it inside "
                 "`for batch in step:`.",
-                code="attempt-without-batch",
             )
         attempt = now.attempt = self.cuts.attempt(now.part)
         try:
@@ -263,7 +259,6 @@ class OptimizerStep:
             raise InputError(
                 f"Optimizer step {self.index} was left after {self._drawn} of {len(self)} micro-batches. Expected "
                 "all of them, because the gradient lacks the others. Run the inner loop to its end.",
-                code="step-left-early",
             )
 
     def __iter__(self) -> Iterator[Any]:
@@ -271,7 +266,6 @@ class OptimizerStep:
             raise InputError(
                 f"Optimizer step {self.index} was iterated a second time, but its batches are gone. Take the next "
                 "step from steps().",
-                code="step-iterated-twice",
             )
         accumulation = Accumulation()
         for number, size in enumerate(self._counts):
@@ -281,7 +275,6 @@ class OptimizerStep:
                     f"The loader ended after {self._drawn} of the {len(self)} micro-batches of optimizer step "
                     f"{self.index}. Expected as many as in the schedule of its sampler. Pass the loader that has "
                     "this sampler.",
-                    code="loader-too-short",
                 )
             self._drawn += 1
             accumulation.split = None if self._splits is None else self._splits[number]
@@ -315,7 +308,6 @@ class OptimizerStep:
             raise InputError(
                 f"{self._place()} had no backward. Expected one for each micro-batch. Loop over each step with "
                 "`for batch in step:`, and call step.backward(loss) once in the loop.",
-                code="backward-missing",
             )
 
     def _check_parameters(self) -> None:
@@ -324,7 +316,6 @@ class OptimizerStep:
             raise InputError(
                 f"{change} before {self._place()}, so the step's gradient would be incomplete. Call "
                 "optimizer.step() and optimizer.zero_grad() once, after all micro-batches.",
-                code="update-between-micro-batches",
             )
 
     def _place(self) -> str:

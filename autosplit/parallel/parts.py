@@ -70,5 +70,4 @@ def check_on_oom(on_oom: object) -> None:
         raise InputError(
             f"on_oom is {on_oom!r}. Expected 'raise' or 'cut'. With 'cut', a micro-batch that runs out of "
             "memory is run again in parts.",
-            code="on-oom",
         )

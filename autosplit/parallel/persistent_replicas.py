@@ -319,7 +319,6 @@ class KeptReplicas:
                 "micro-step outside of no_sync(), so that it reduces the gradients to the first device. In "
                 "plan.steps, this is the step's last batch. Or call synchronize() on the wrapper before the "
                 "optimizer steps.",
-                code="update-while-gradients-wait",
             )
 
     def _follow(self, kept: list[Tensor]) -> None:
@@ -425,7 +424,6 @@ def _changed_error() -> InputError:
         "A gradient was changed (clipped, scaled, unscaled or replaced) while other devices still have gradients "
         "of the same parameters. Change gradients only after the last micro-step's backward, or call synchronize() "
         "on the wrapper first.",
-        code="gradient-changed-early",
     )
 
 
@@ -439,7 +437,6 @@ def _refuse_graph(grad: Tensor | None) -> None:
             "A backward with create_graph=True ran on kept replicas inside no_sync(). Gradients that stay on other "
             "devices have no graph. Use torch.autograd.grad(..., create_graph=True) and a backward without "
             "create_graph, or run the step outside of no_sync().",
-            code="create-graph-on-kept-replicas",
         )
 
 

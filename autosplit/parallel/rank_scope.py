@@ -20,7 +20,6 @@ def checked_scope(scope: LossScope | None) -> bool:
     if scope not in (None, "sample", "ranks"):
         raise InputError(
             f"loss_scope is {scope!r}. Expected 'sample', or 'ranks' if the loss divides by a sum over all ranks.",
-            code="loss-scope",
         )
     return scope == "ranks"
 
@@ -33,9 +32,7 @@ def refuse_combined_scope(*, on_oom: str = "raise", noise_scale: bool = False, s
         ("loss_reduction='sum'" if sums else "", "a sum is not divided by a number of all ranks"),
     ):
         if given:
-            raise InputError(
-                f"loss_scope is 'ranks' and {given}: {why}. Leave one of them out.", code="loss-scope-combined"
-            )
+            raise InputError(f"loss_scope is 'ranks' and {given}: {why}. Leave one of them out.")
 
 
 def normalised_over_ranks(counts: Sequence[float], num_ranks: int) -> tuple[list[float], float]:
@@ -65,7 +62,6 @@ def refuse_ranks_without_samples(without: float) -> None:
         raise InputError(
             "loss_scope is 'ranks', but a rank has no samples in a micro-batch. It runs a stand-in sample, which "
             "would count in the other ranks' losses. Pass drop_last=True, or tune for a larger batch.",
-            code="loss-scope-rank-without-samples",
         )
 
 
@@ -75,5 +71,4 @@ def refuse_uncounted_scope(micro_steps: int, count: Count | None) -> None:
         raise InputError(
             f"loss_scope is 'ranks', and a step has {micro_steps} micro-batches. autosplit needs the divisor "
             "of each loss. Pass count=, a function that returns this number for a batch, such as its boxes.",
-            code="loss-scope-needs-count",
         )

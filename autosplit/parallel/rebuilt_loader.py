@@ -45,7 +45,6 @@ class SampledOrder:
             raise InputError(
                 f"{type(self._sampler).__name__} skips or repeats samples in epoch {epoch}. Expected each of the "
                 f"{self._num_samples} samples once. {_subset_advice(self._sampler)}",
-                code="sampler-repeats-samples",
             )
         return order
 
@@ -157,7 +156,6 @@ def parts_of(loader: Any, seed: int) -> LoaderParts:
         raise InputError(
             f"The training loader is a {type(loader).__name__}. Expected a torch.utils.data.DataLoader, whose batch "
             "sampler the plan can replace. plan.steps and ctx.steps take any other loader.",
-            code="loader-type",
         )
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
@@ -165,13 +163,11 @@ def parts_of(loader: Any, seed: int) -> LoaderParts:
             f"The training data set is a {type(dataset).__name__} without a length. Expected a data set with "
             "__getitem__ and __len__, whose samples the plan can divide. plan.steps and ctx.steps take a loader "
             "of any other data set.",
-            code="dataset-without-length",
         )
     if loader.batch_sampler is None:
         raise InputError(
             "The training loader has batch_size=None, so its data set makes the batches. Expected a loader that makes "
             "batches of samples. Give it any batch_size: the plan's batch size replaces it.",
-            code="loader-without-batch-size",
         )
     order = order_of(loader, seed)
     if order is None:
@@ -180,7 +176,6 @@ def parts_of(loader: Any, seed: int) -> LoaderParts:
             f"The training loader has a {type(sampler).__name__}. Expected a sampler that yields every sample once per "
             f"epoch, in an order that depends only on its seed. {_subset_advice(sampler)} In one process, plan.steps "
             "also takes the loader, if its batches have the plan's size.",
-            code="loader-sampler",
         )
     drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
     return LoaderParts(dataset, order, drop_last, {name: getattr(loader, name) for name in _SETTINGS})
@@ -208,7 +203,6 @@ def loader_around(
         raise InputError(
             f"{taken[0]}={options[taken[0]]!r} was passed to loader(). Expected none, because the plan makes the "
             "batches. Leave that argument out. To train with a different batch size, tune with effective_batch_size=.",
-            code="loader-batches-given",
         )
     parts = LoaderParts(data, False, False, {})
     if isinstance(data, DataLoader):
@@ -217,7 +211,6 @@ def loader_around(
         raise InputError(
             f"loader() got a {type(data).__name__}. Expected a DataLoader, or a data set with __getitem__ and __len__. "
             "Pass the DataLoader itself, not its iterator or a batch. plan.steps takes any iterable of batches.",
-            code="loader-data",
         )
     settings = {**parts.settings, **found}
     if options.get("num_workers") == 0:  # torch raises an error for worker settings without workers

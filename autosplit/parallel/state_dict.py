@@ -45,7 +45,6 @@ def matching_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str
         raise InputError(
             f"The state dict names one tensor several times: {shown(twins)}. Expected each tensor once. Remove the "
             "names that come from another state dict.",
-            code="state-dict-tied",
         )
 
     def layer(path: str) -> str:
@@ -112,32 +111,27 @@ def _check(module: nn.Module, state: Mapping[str, Any]) -> None:
     if not isinstance(module, nn.Module):
         raise InputError(
             f"module is a {type(module).__name__}. Expected an nn.Module. Pass the module first, then the state dict.",
-            code="module-type",
         )
     if isinstance(state, nn.Module):
         raise InputError(
             f"state is a module, a {type(state).__name__}. Expected its state dict. Pass the result of its "
             "state_dict().",
-            code="state-is-module",
         )
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise InputError(
             f"state is {shown(state)}. Expected a state dict with names and tensors. Pass the result of "
             "model.state_dict().",
-            code="state-type",
         )
     inside = [name for name, value in state.items() if _is_nested_state(name, value)]
     if inside:
         raise InputError(
             f"state has the keys {shown(list(state))}. Expected names of parameters. This is a whole checkpoint, so "
             f"pass the state dict in it, state[{inside[0]!r}].",
-            code="state-is-checkpoint",
         )
     if state and not any(isinstance(value, Tensor) or is_extra(name) for name, value in state.items()):
         raise InputError(
             f"state has the keys {shown(list(state))} and no tensor. Expected names of parameters with their "
             "tensors. Pass the result of model.state_dict().",
-            code="state-without-tensors",
         )
 
 

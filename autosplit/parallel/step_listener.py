@@ -98,5 +98,4 @@ def checked_estimate(noise_scale: object) -> None:
     if noise_scale is not None and not hasattr(type(noise_scale), "begin_step"):
         raise InputError(
             f"noise_scale is {noise_scale!r}. Expected an autosplit.NoiseScale(). Make one for the whole training run.",
-            code="noise-scale-type",
         )

@@ -157,7 +157,6 @@ def required_problem(plan: PlanRecord) -> Problem:
         raise PlanError(
             "the plan has no time model, or its step has too many forwards for a prediction. Tune again, or "
             "measure the split with autosplit.measure(workload, split=...).",
-            code="plan-without-fits",
         )
     return problem
 

@@ -95,7 +95,7 @@ def checked_split(split: int | Sequence[int], labels: Sequence[str]) -> tuple[in
     advice = f"as many, or name other devices than {listed(labels, 4)}"
     shares = tuple(limits_of("split", given, len(labels), advice))
     if not any(shares):
-        raise InputError(f"split={shares} has no samples. Give at least one device samples.", code="split-empty")
+        raise InputError(f"split={shares} has no samples. Give at least one device samples.")
     return shares
 
 

@@ -32,7 +32,6 @@ def refuse_wrapped(model: Any) -> None:
     if isinstance(checked_module(model), (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise InputError(
             f"model is already in a {type(model).__name__}. Pass model.module, or use the existing wrapper.",
-            code="model-wrapped",
         )
 
 

@@ -199,7 +199,6 @@ class Plan(PlanRecord):
             raise DeviceError(
                 f"the plan's devices are {wanted}, but the visible devices are {seen}. Set CUDA_VISIBLE_DEVICES to the "
                 "value that it had when the plan was made, or tune here.",
-                code="plan-devices-absent",
             )
         return tuple(torch.device(kind, index) for index in indices)
 
@@ -441,7 +440,6 @@ class Plan(PlanRecord):
             raise DeviceError(
                 f"the plan's devices are {', '.join(device.label for device in self.devices)}, but budgets need cpu "
                 "devices with a memory budget. Tune with devices='cpu:2GiB,cpu:1GiB'.",
-                code="plan-without-budgets",
             )
         tracker = Tracker([device.label for device in self.devices], [device.capacity_bytes for device in self.devices])
         with tracker, adopting_optimizers(tracker):

@@ -274,16 +274,12 @@ class PlanRecord:
         self._require(self.lengths is None or self.lengths.is_sound, "lengths", "points of falling length")
         unfit = unfit_number(self)
         if unfit is not None:
-            raise PlanError(
-                f"{unfit}. Expected a number from 0 to less than 2^62. Tune again.", code="plan-number-range"
-            )
+            raise PlanError(f"{unfit}. Expected a number from 0 to less than 2^62. Tune again.")
         self._require(self.schema_version == SCHEMA_VERSION, "schema_version", str(SCHEMA_VERSION))
 
     def _require(self, holds: bool, name: str, expected: str) -> None:
         if not holds:
-            raise PlanError(
-                f"{name} is {getattr(self, name)!r:.200}. Expected {expected}. Tune again.", code="plan-value"
-            )
+            raise PlanError(f"{name} is {getattr(self, name)!r:.200}. Expected {expected}. Tune again.")
 
     def __repr__(self) -> str:
         devices = listed([f"{device.label} {printable(device.name)}" for device in self.devices], 4)
@@ -345,9 +341,7 @@ class PlanRecord:
             replace_file(target, self.to_json() + "\n", mode=0o666)  # the usual mode, because plans are shared
         except (OSError, ValueError) as error:  # a name with a null character raises ValueError
             reason = getattr(error, "strerror", None) or error
-            raise PlanError(
-                f"the plan can't be written to {target} ({reason}). Choose another path.", code="plan-not-written"
-            ) from error
+            raise PlanError(f"the plan can't be written to {target} ({reason}). Choose another path.") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -364,7 +358,6 @@ class PlanRecord:
             raise PlanError(
                 f"the plan {os.fspath(path)} can't be read ({reason}). Check the path, or pass "
                 "a key that autosplit profiles lists.",
-                code="plan-unreadable",
             ) from error
         return with_path(cls.from_json(text, source=os.fspath(path)), Path(path))
 
@@ -388,7 +381,6 @@ class PlanRecord:
             elif version != SCHEMA_VERSION:
                 raise PlanError(
                     f"{source} has schema_version {version}, but this version reads {SCHEMA_VERSION}. Tune again.",
-                    code="plan-version",
                 )
             unsound = control_character(msgspec.json.decode(text))
             plan = msgspec.json.decode(text, type=cls)
@@ -396,14 +388,12 @@ class PlanRecord:
             raise PlanError(
                 f"{source} is not a plan ({printable(error, longest=300)}). Expected a file that "
                 "Plan.save wrote. Pass such a file, or tune again.",
-                code="plan-not-a-plan",
             ) from None
         unsound = unsound or unsound_part(plan)
         if unsound is not None:
             raise PlanError(
                 f"{source} is not a valid plan: {printable(unsound, longest=300)}. Expected a file that Plan.save "
                 "wrote. Tune again.",
-                code="plan-unsound",
             )
         return plan
 
@@ -477,7 +467,6 @@ def required_lengths(plan: PlanRecord) -> LengthPlan:
         raise PlanError(
             "the plan was not tuned for samples of different lengths. Tune with lengths=[len(sample) for sample in "
             "dataset].",
-            code="plan-without-lengths",
         )
     return plan.lengths
 

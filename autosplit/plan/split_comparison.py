@@ -69,7 +69,6 @@ def compared_split(plan: PlanRecord, split: int | Sequence[int], accumulation_st
         raise InputError(
             f"split={shares} gives a device too few samples to train on. Give each device at least {least}"
             f"{'' if problem.ranks else ', or none'}.",
-            code="split-too-small",
         )
     samples = sum(shares) * steps
     rate = problem.rate(shares, samples)

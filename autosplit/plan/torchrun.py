@@ -69,7 +69,6 @@ def refuse_several_processes() -> None:
         raise InputError(
             f"plan.wrap was called in rank {os.environ['RANK']} of {world_size}. Each rank would train its own "
             "model on all samples. Start the script with python, or use autosplit.ddp.setup() and ctx.wrap.",
-            code="wrap-in-several-processes",
         )
 
 
@@ -80,7 +79,6 @@ def refuse_simulated(plan: PlanRecord, what: str) -> None:
         raise DeviceError(
             f"the plan is for simulated GPUs ({names}), but real devices are needed to {what}. Tune on the machine "
             "that has them.",
-            code="plan-simulated",
         )
 
 
@@ -90,14 +88,12 @@ def refuse_without_ranks(plan: PlanRecord) -> None:
         raise PlanError(
             f"the plan has no DDP ranks ({printable(plan.ddp.reason or 'no reason is given')}). Tune for devices that "
             "each have enough memory for a rank, or use plan.wrap.",
-            code="plan-without-ranks",
         )
     forwards = sorted({settings.accumulation_steps for settings in plan.ddp.ranks})
     if len(forwards) > 1 or forwards[0] < 1:
         raise PlanError(
             f"the plan's ranks have {forwards} accumulation steps, but all ranks need the same number, 1 or more. Tune "
             "again.",
-            code="plan-accumulation-steps",
         )
 
 
@@ -116,7 +112,6 @@ def _options_of(arguments: Sequence[str]) -> dict[str, str]:
             return options
     raise InputError(
         f"{shlex.join(arguments)!r} has no script. Put it after the options of torchrun: autosplit launch train.py.",
-        code="script-not-given",
     )
 
 
@@ -130,13 +125,11 @@ def _processes_per_node(plan: PlanRecord, options: Mapping[str, str]) -> int:
         raise InputError(
             f"--nnodes={nodes!r} is not a number. A plan has a fixed number of ranks, so pass the exact number of "
             "machines.",
-            code="torchrun-nnodes",
         )
     if count % int(nodes):
         raise PlanError(
             f"the plan's {count} ranks can't be divided equally among --nnodes={nodes} machines. Pass --nproc-per-node "
             "on each machine.",
-            code="torchrun-uneven-machines",
         )
     return count // int(nodes)
 

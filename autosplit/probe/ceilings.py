@@ -286,7 +286,6 @@ def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
         return DoesNotFitError(
             f"A batch of {prober.max_batch_size} is the largest allowed, but BatchNorm trains on at least {least}. "
             f"Expected at least {least}. Raise effective_batch_size or max_batch_size.",
-            code="batchnorm-least-samples",
         )
     needed_bytes = prober.traced(StepShape(((least,),)))[0] if prober.has_traces else 0
     return DoesNotFitError(

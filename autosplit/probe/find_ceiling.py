@@ -63,11 +63,9 @@ def find_ceiling(
     """
     request = checked_request(devices=device, reserve=reserve, max_batch_size=max_batch_size, time_limit_s=time_limit_s)
     if role not in get_args(Role):
-        raise InputError(f"role is {role!r}. Expected one of {', '.join(get_args(Role))}.", code="role")
+        raise InputError(f"role is {role!r}. Expected one of {', '.join(get_args(Role))}.")
     if len(request.devices) != 1:
-        raise InputError(
-            f"{len(request.devices)} devices are given. Expected one. Call find_ceiling for each.", code="one-device"
-        )
+        raise InputError(f"{len(request.devices)} devices are given. Expected one. Call find_ceiling for each.")
     asked, source = role, workload_source(workload, None, {})
     if role == "eval" or role in COPYING:
         source = _holding(source, role) if isinstance(source, Workload) else partial(_built_holding, source, role)
@@ -122,7 +120,6 @@ def _beside_companion(device: Device, capacity_bytes: int) -> tuple[tuple[Device
             raise DeviceError(
                 f"{device.label} is the only GPU. A replica needs another GPU as device 0. "
                 "Probe it with role='rank' or role='primary'.",
-                code="replica-needs-second-gpu",
             )
         return (others[0], device), (others[0].capacity_bytes, capacity_bytes), 1
     if device.kind == "cpu" and not device.budgeted:

@@ -78,7 +78,6 @@ def check(workload: Any) -> tuple[Check, ...]:
                 f"Gradients in float64 take {needed_bytes / 2**30:.1f} GiB. Expected at most the "
                 f"{available_bytes / 2**30:.1f} GiB that this machine has available. Check the same model with fewer "
                 "layers.",
-                code="check-memory",
             )
         workload = build(source, parse_devices("cpu")).workload if first.fake else first.workload
         built = _with_model(workload)
@@ -162,7 +161,6 @@ def _batch_of(workload: Workload) -> Any:
         raise WorkloadError(
             f"The sample batch has {size} sample{'' if size == 1 else 's'}. The check splits the batch, so it "
             f"needs {LEAST_SAMPLES} or more different samples. Pass a larger sample batch, or make_batch=.",
-            code="check-sample-count",
         )
     return made_batch(workload, MADE_SAMPLES)
 

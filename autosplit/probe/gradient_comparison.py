@@ -132,7 +132,6 @@ class Comparison:
                 raise WorkloadError(
                     "The gradient of the whole sample batch is not finite. Pass a batch and parameters that can be "
                     "trained.",
-                    code="gradient-not-finite",
                 )
             is_mean = self.workload.step is None and self.workload.loss_reduction == "mean"
             self.reduce = reduction_of(self.copy) if is_mean else None

@@ -116,7 +116,7 @@ class Samples:
         """Return the first samples of a batch. Raise WorkloadError if it has lists."""
         size = batch_size_of(batch)
         if _has_lists(batch, size):
-            raise WorkloadError("The batch has lists, which can't be cut like tensors.", code="batch-not-cuttable")
+            raise WorkloadError("The batch has lists, which can't be cut like tensors.")
 
         def rows(indices: Sequence[int]) -> Any:
             chosen = [*indices]

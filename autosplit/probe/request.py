@@ -129,17 +129,15 @@ def checked_request(
     if max_batch_size is not None and whole_number("max_batch_size", max_batch_size, minimum=1) > MOST_SAMPLES:
         raise InputError(
             f"max_batch_size is {max_batch_size}. Expected at most {MOST_SAMPLES}. Leave it out for no bound.",
-            code="max-batch-size",
         )
     whole_number("n_trials", n_trials, minimum=1)
     if whole_number("seed", seed, minimum=0) >= 2**32:  # numpy, which Optuna uses, has this limit.
-        raise InputError(f"seed is {seed}. Expected a whole number below {2**32}. Use a smaller one.", code="seed")
+        raise InputError(f"seed is {seed}. Expected a whole number below {2**32}. Use a smaller one.")
     _check_time_limit(time_limit_s)
     if isinstance(sampler, type) or not (sampler is None or callable(getattr(sampler, "sample_independent", None))):
         raise InputError(
             f"sampler is {shown(sampler)}. Expected an Optuna sampler, such as optuna.samplers.RandomSampler(seed=0). "
             "Pass one, or leave sampler out.",
-            code="sampler-type",
         )
     _check_name(name)
     found = parse_devices(devices)
@@ -171,7 +169,6 @@ def effective_range(value: Any) -> tuple[int, int] | None:
     if is_range and len(ends) != 2:
         raise InputError(
             f"effective_batch_size is {value!r}. Expected a number, or a range such as (256, 1024) or '256:1024'.",
-            code="effective-batch-size",
         )
     names = ("effective_batch_size", "the end of effective_batch_size")[: len(ends)]
     numbers = (_whole_text(end) if isinstance(end, str) else end for end in ends)
@@ -180,12 +177,10 @@ def effective_range(value: Any) -> tuple[int, int] | None:
     if most < least:
         raise InputError(
             f"effective_batch_size is {least}:{most}. Expected the smaller end first. Write {most}:{least}.",
-            code="effective-batch-size-order",
         )
     if most > MOST_SAMPLES:
         raise InputError(
             f"{names[-1]} is {most}. Expected at most {MOST_SAMPLES}. Use a smaller number.",
-            code="effective-batch-size-too-large",
         )
     return least, most
 
@@ -193,9 +188,7 @@ def effective_range(value: Any) -> tuple[int, int] | None:
 def _check_time_limit(limit_s: Any) -> None:
     is_number = isinstance(limit_s, (int, float)) and not isinstance(limit_s, bool)
     if limit_s is not None and not (is_number and limit_s > 0):
-        raise InputError(
-            f"time_limit_s is {limit_s!r}. Expected seconds above 0. Leave it out for no limit.", code="time-limit"
-        )
+        raise InputError(f"time_limit_s is {limit_s!r}. Expected seconds above 0. Leave it out for no limit.")
 
 
 def _check_name(name: object) -> None:
@@ -206,7 +199,6 @@ def _check_name(name: object) -> None:
         raise InputError(
             f"name is {shown(name)}. Expected 1 to {LONGEST_NAME} printable characters on one line, with no space at "
             "either end. Choose another, or leave it out.",
-            code="profile-name",
         )
 
 
@@ -218,4 +210,4 @@ def _whole_text(text: str) -> Any:
 
 def _one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in allowed:
-        raise InputError(f"{what} is {value!r}. Expected one of {', '.join(map(repr, allowed))}.", code="choice")
+        raise InputError(f"{what} is {value!r}. Expected one of {', '.join(map(repr, allowed))}.")

@@ -123,9 +123,7 @@ def _read(path: Path) -> Plan | None:
     except LargeFileError as error:
         raise _SpoiledError(f"{error}. Expected a file that autosplit wrote") from error
     except OSError as error:
-        raise ProfileError(
-            f"it can't be read ({error.strerror or error}). Expected a file. Delete it", code="profile-unreadable"
-        ) from error
+        raise ProfileError(f"it can't be read ({error.strerror or error}). Expected a file. Delete it") from error
     try:
         return with_path(Plan.from_json(content, source="it"), path)
     except PlanError as error:
@@ -137,7 +135,6 @@ def _refuse_foreign(plan: Plan, wanted: ProfileKey) -> None:
         raise ProfileError(
             f"it is for another {part} ({', '.join(names)[:200]} differ). Expected this {part}'s. "
             "Delete it, or let this run replace it",
-            code="profile-foreign",
         )
     expected = [(run["kind"], run["name"]) for run in wanted.machine["devices"] for _ in range(run["count"])]
     if [(device.kind, device.name) for device in plan.devices] != expected:
@@ -182,7 +179,6 @@ def store(key: str, plan: Plan) -> Path:
         raise ProfileError(
             f"{path} can't be written ({error.strerror or error}). Expected a writable folder. Set AUTOSPLIT_CACHE_DIR "
             "to one, or pass profile='off'.",
-            code="profile-not-written",
         ) from error
     return path
 
@@ -215,7 +211,6 @@ def read_profile(path: Path) -> Plan:
     if plan is None:
         raise ProfileError(
             f"The profile {path} does not exist any more. autosplit profiles lists all profiles.",
-            code="profile-missing",
         )
     return plan
 
@@ -232,7 +227,6 @@ def remove_profile(path: Path) -> None:
         raise ProfileError(
             f"{path} can't be deleted ({error.strerror or error}). Check the permissions of its folder, and delete "
             "it yourself.",
-            code="profile-not-removed",
         ) from error
     _remove_beside(path)
 

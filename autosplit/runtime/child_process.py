@@ -92,7 +92,6 @@ class Child:
                 f"isolate=True, but {of_main[0]} is defined in the main script, which another process can't import "
                 "without running it again. Move it to a module, or call autosplit below "
                 "`if __name__ == '__main__':`, or leave isolate out.",
-                code="main-without-guard",
             )
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
@@ -123,7 +122,6 @@ class Child:
                 raise AutosplitError(
                     f"No process could be started ({one_line(error)}). End other processes, or leave isolate out "
                     "(--no-isolate).",
-                    code="process-not-started",
                 ) from error
             raise
         finally:
@@ -281,7 +279,6 @@ def _pickled(what: Any) -> tuple[bytes, list[str]]:
         raise InputError(
             f"isolate=True, but the workload can't be pickled ({one_line(error)}). Expected a workload of importable "
             "functions and classes. Define them in a module, or leave isolate out.",
-            code="workload-not-picklable",
         ) from None
 
 
@@ -399,7 +396,6 @@ def _unpickled(data: bytes) -> Any:
         raise InputError(
             f"isolate=True, but the workload can't be loaded in another process ({one_line(error)}). Expected a "
             "workload of importable functions and classes. Define them in a module, or leave isolate out.",
-            code="workload-not-unpicklable",
         ) from None
 
 

@@ -113,7 +113,6 @@ def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Mode
     if not isinstance(made, nn.Module):
         raise WorkloadError(
             f"The model factory returned a {type(made).__name__}. Expected an nn.Module. Return the model itself.",
-            code="model-factory",
         )
     return Models.of(made), True
 
@@ -200,14 +199,12 @@ def _refuse_unready(models: Models) -> None:
             raise WorkloadError(
                 f"autosplit can't copy the model, because {scripted}. Expected Python modules. Pass the module "
                 "before you script or trace it.",
-                code="module-scripted",
             )
         for name, parameter in module.named_parameters():
             if is_lazy(parameter):
                 raise WorkloadError(
                     f"Parameter {name} has no shape yet, because its layer is lazy. Expected a model with all its "
                     "parameters. Run it once on the sample batch.",
-                    code="lazy-parameter",
                 )
 
 
@@ -218,7 +215,6 @@ def _refuse_meta(models: Models) -> None:
                 raise WorkloadError(
                     f"Parameter {name} is on the meta device, so it has no memory. Expected a parameter on a real "
                     "device. Tune for simulated GPUs (--devices sim:...), or allocate the model with .to_empty().",
-                    code="meta-parameter",
                 )
 
 
@@ -255,19 +251,16 @@ def _optimizer(
     if not callable(given):
         raise WorkloadError(
             f"optimizer is {given!r:.80}. Expected a class, a factory or an optimizer. Pass torch.optim.AdamW, say.",
-            code="optimizer-type",
         )
     if not parameters:
         raise WorkloadError(
             "The model has no trainable parameter. Expected at least one. Check requires_grad.",
-            code="no-trainable-parameter",
         )
     with mode or nullcontext():  # state that the constructor creates is then fake, with known step counts
         made = given(parameters)
     if not isinstance(made, torch.optim.Optimizer):
         raise WorkloadError(
             f"The optimizer factory returned a {type(made).__name__}. Expected a torch.optim.Optimizer. Return one.",
-            code="optimizer-factory",
         )
     given_ids = set(map(id, parameters))
     used = {id(p): p for group in made.param_groups for p in group["params"]}
@@ -276,13 +269,11 @@ def _optimizer(
         raise WorkloadError(
             f"The optimizer factory added {counted_text(len(foreign), 'parameter')} outside of the model, the first of "
             f"shape {tuple(foreign[0].shape)}. If they belong to the loss: {INTO_THE_MODEL}.",
-            code="optimizer-foreign-parameters",
         )
     if foreign:
         raise WorkloadError(
             "The optimizer factory did not use the parameters in its argument. autosplit passes the parameters of "
             "a copy of the model. Use them: lambda parameters: torch.optim.AdamW(parameters).",
-            code="optimizer-foreign-parameters",
         )
     return made
 
@@ -299,7 +290,6 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
             f"The optimizer has {len(foreign)} parameters that are not in the model. The first has the shape "
             f"{tuple(foreign[0].shape)}. Create the optimizer with model.parameters(). If they belong "
             f"to the loss: {INTO_THE_MODEL}.",
-            code="optimizer-foreign-parameters",
         )
     twin = object.__new__(type(optimizer))
     kept = {
@@ -324,7 +314,6 @@ def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
         raise WorkloadError(
             f"The optimizer {type(optimizer).__name__} needs a closure that runs the model again. Expected an "
             "optimizer whose step() takes no argument. Pass step=(model, optimizer, batch) that provides the closure.",
-            code="optimizer-closure",
         )
 
 

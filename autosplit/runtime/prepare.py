@@ -128,7 +128,6 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
         raise InputError(
             "A FakeTensorMode is active, so tensors have no values. Call autosplit outside of this mode. autosplit "
             "makes its own fake tensors.",
-            code="fake-tensor-mode",
         )
     options = {name: value for name, value in described.items() if value is not None}
     changes: dict[str, Any] = {name: options.pop(name) for name in ("precision", "checkpointing") if name in options}
@@ -136,26 +135,22 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
         if isinstance(given, Workload):
             raise InputError(
                 "A Workload and a sample_batch are given. Expected one of them: a Workload has its own batch.",
-                code="sample-batch-twice",
             )
         return _changed(Workload(given, sample_batch, **options), changes)
     if isinstance(given, nn.Module):
         raise WorkloadError(
             f"A {type(given).__name__} is given without sample_batch. Expected one batch as training sees it. "
             "Pass it as the second argument.",
-            code="sample-batch-missing",
         )
     if options:
         raise InputError(
             f"{', '.join(options)} given with a {type(given).__name__}. Expected them inside the Workload. "
             "Pass them to Workload(...).",
-            code="workload-arguments-twice",
         )
     if not isinstance(given, Workload) and not callable(given):
         raise WorkloadError(
             f"The workload is {given!r:.80}. Expected a model with a sample_batch, a Workload, or a function that "
             "returns a Workload.",
-            code="workload-type",
         )
     return _changed(given, changes)
 
@@ -172,7 +167,6 @@ def _changed(source: Source, changes: Mapping[str, Any]) -> Source:
         raise WorkloadError(
             f"precision is {precision!r}. Expected one of {', '.join(map(repr, PRECISIONS))}. 'none' is fp32, or "
             "the precision of the model.",
-            code="precision",
         )
     if not changes:
         return source
@@ -339,7 +333,6 @@ def _refuse_beyond_this_machine(workload: Workload, error: Exception) -> None:
         raise WorkloadError(
             f"autosplit can't trace the workload without real memory ({one_line(error)}). A copy with gradients "
             f"needs {size_text(needed)}, more than this machine has. Plan a model with fewer layers.",
-            code="workload-too-large",
         ) from error
 
 
@@ -356,7 +349,6 @@ def _built(source: Source) -> Workload:
         raise WorkloadError(
             f"The function returned a {type(workload).__name__}. Expected an autosplit.Workload. "
             "Return Workload(model, sample_batch).",
-            code="workload-function",
         )
     return workload
 

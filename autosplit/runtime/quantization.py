@@ -46,7 +46,6 @@ def _refuse(what: str) -> None:
         f"{what}. autosplit can't predict its memory on simulated GPUs and the CPU. Expected plain tensors and "
         "torch's own ops. For bitsandbytes in NF4, plan with Nf4Linear and named_optimizer (docs/lora.md). Or tune "
         "on the GPU (--devices cuda).",
-        code="quantized-parameter",
     )
 
 

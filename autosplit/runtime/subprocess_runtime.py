@@ -137,7 +137,6 @@ class IsolatedRuntime:
         except ChildLostError as lost:
             raise AutosplitError(
                 f"The isolated process {lost.cause}. Run a single step of the workload to see why.",
-                code="isolated-process-lost",
             ) from None
         return found
 
@@ -178,7 +177,6 @@ class IsolatedRuntime:
             raise AutosplitError(
                 f"The process for real steps {lost.cause} before it had built the workload. Fix the error that it "
                 "printed above, or leave isolate out (--no-isolate).",
-                code="isolated-process-not-started",
             ) from None
 
     def _refuse_to_go_on(self, cause: str) -> None:
@@ -186,14 +184,12 @@ class IsolatedRuntime:
             raise AutosplitError(
                 f"The process for real steps died in each of its first {FUTILE_DEATHS} calls. The last time, it "
                 f"{cause}. Run a single step of the workload to see why, or leave isolate out (--no-isolate).",
-                code="isolated-process-dies",
             )
         out_of_time = self._deadline_s is not None and time.monotonic() > self._deadline_s
         if out_of_time and self._hung >= FUTILE_DEATHS:
             raise AutosplitError(
                 f"The time limit is over and {self._hung} steps have hung. The last process {cause}. Use a "
                 "max_batch_size at which steps end, or raise time_limit_s.",
-                code="isolated-process-hangs",
             )
 
     def _lost_step(self, shape: StepShape, cause: str) -> StepLostError:

@@ -203,7 +203,6 @@ class Tracer:
             raise WorkloadError(
                 "No parameter of the model gets a gradient, so the loss does not come from the model's outputs. "
                 "In compute_loss, call the model that is passed, not one from outside.",
-                code="no-gradient",
             )
         self._kept[first] = found
         self._has_settled = True

@@ -150,7 +150,6 @@ def run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
         raise WorkloadError(
             "The optimizer is LBFGS. Its memory changes from step to step while its history fills, so autosplit "
             "can't guarantee that a batch fits. Try the largest batch yourself, or plan with another optimizer.",
-            code="memory-unsettled",
         )
     found, peak_bytes = _run_until_settled(trainee, run), trainee.peak_bytes
     if trainee.draws.count:
@@ -176,7 +175,6 @@ def _run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
             f"{len(left_out)} parameters get a gradient but are not in the optimizer, so nothing clears their "
             f"gradients. The first has the shape {tuple(left_out[0].shape)}. Give the optimizer "
             "model.parameters(), or call requires_grad_(False) on parameters that you do not train.",
-            code="gradient-uncleared",
         )
     if _optimizer_bytes(trainee) > state_bytes > before_bytes:
         names = " and ".join(type(optimizer).__name__ for optimizer in trainee.optimizers.items)
@@ -186,7 +184,6 @@ def _run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
     raise WorkloadError(
         f"{whose} grows from step to step, by {trainee.grown_bytes} bytes in the last of {MOST_TO_SETTLE}. So no "
         f"batch fits for long. Each step must free the memory that it took. {how}.",
-        code="memory-grows",
     )
 
 

@@ -279,7 +279,6 @@ class Trainee:
             raise WorkloadError(
                 "The workload has step=, which is a whole optimizer step. Expected one model and a loss to evaluate. "
                 "Pass a Workload of the model alone.",
-                code="evaluation-with-step",
             )
         modes = [(module, module.training) for model in self.models.modules for module in model.modules()]
         inputs = batch[0] if self.workload.loss_fn is not None else batch

@@ -187,7 +187,6 @@ def parse_cluster(spec: str | Cluster) -> Cluster:
     if kind.strip().lower() != "sim" or not re.fullmatch(rf"{_GROUP}(?:\+{_GROUP})*", body):
         raise DeviceError(
             f"Device spec {shown(name)} is not a cluster of simulated GPUs. {_EXPECTED} Correct it.",
-            code="cluster-spec",
         )
     groups = []
     for count, node in re.findall(_GROUP, body):
@@ -203,13 +202,11 @@ def _check_counts(cluster: Cluster) -> None:
         raise DeviceError(
             f"Cluster {shown(cluster.spec)} has {cluster.ranks} GPUs. Expected at least one node in each group, and at "
             f"most {MOST_RANKS} GPUs. Correct the counts.",
-            code="cluster-count",
         )
     if cluster.nodes > 1 and cluster.network_bytes_per_s is None:
         raise DeviceError(
             f"Cluster {shown(cluster.spec)} has {cluster.nodes} nodes, and no rate of the network between them. Add "
             "the rate of one node, such as @100Gbps, @8x400Gbps or @8xNDR.",
-            code="cluster-network",
         )
 
 
@@ -222,7 +219,6 @@ def _network(text: str, spec: str) -> float | None:
         raise DeviceError(
             f"The network {shown(text)} in {shown(spec)} is not a rate. Expected Gbit/s of one node, such as @100Gbps "
             f"or @8x400Gbps, or one of {', '.join(_NETWORKS)}, such as @8xNDR. Correct it.",
-            code="cluster-rate",
         )
     return gbps * 1e9 / 8
 
@@ -236,7 +232,6 @@ def check_options(cluster: Cluster, options: Mapping[str, Any]) -> None:
             raise InputError(
                 f"{name} is {shown(value)}, but {cluster.spec} is a cluster. Clusters train with DDP, one precision "
                 "and one effective batch size. Leave that option out, or compare without clusters.",
-                code="cluster-option",
             )
 
 

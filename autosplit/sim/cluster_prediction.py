@@ -266,7 +266,6 @@ def scaled(
             f"{cluster.spec} can't train steps of {wanted or 'any number of'} samples. Its {cluster.ranks} ranks need "
             f"at least {request.get('least_batch', 1)} each, and fit at most: {ceilings}. Use a different number of "
             "samples, or other GPUs.",
-            code="cluster-does-not-fit",
         )
     return ClusterScaling(cluster, tuple(one for one in found if one is not None), notes)
 

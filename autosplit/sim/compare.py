@@ -250,7 +250,6 @@ def asked_machines(
         raise InputError(
             f"devices is {shown(devices)}. Expected a list with a spec for each machine. Write devices=['sim:2xL4', "
             "'sim:A100-40GB'], or call tune() for one machine.",
-            code="machines-type",
         )
     known = inspect.signature(checked_request).parameters.keys() - {"devices"}
     checked = {name: value for name, value in (options or {}).items() if name in known}
@@ -273,7 +272,6 @@ def asked_machines(
     if not machines:
         raise InputError(
             "You named no devices to compare. Name each machine, as in --devices sim:2xL4 --devices sim:A100-40GB.",
-            code="machines-empty",
         )
     for name, value in prices.items() if isinstance(prices, Mapping) else prices or ():
         place, price = _place_of(name, machines), _price(name, value)
@@ -282,7 +280,6 @@ def asked_machines(
             raise InputError(
                 f"{machines[place].name} has two prices, {other:g} and {price:g}. Expected one price per machine. "
                 "Leave one out.",
-                code="price-twice",
             )
         machines[place] = replace(machines[place], price_per_hour=price)
     return tuple(machines)
@@ -293,7 +290,6 @@ def _refuse_twin(machine: AskedMachine, twins: Sequence[AskedMachine]) -> None:
         raise InputError(
             f"devices {shown(machine.name)} and {shown(twins[0].name)} are the same machine. Expected each machine "
             "once. Leave one out.",
-            code="machines-twice",
         )
 
 
@@ -316,7 +312,6 @@ def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
     raise InputError(
         f"You gave a price for {shown(name)}, but this machine is not compared. Expected one of {named}. Name one "
         "of these, or add the machine to devices.",
-        code="price-machine",
     )
 
 
@@ -327,7 +322,6 @@ def _price(name: str, value: object) -> float:
     raise InputError(
         f"The price for {shown(name)} is {shown(value)}. Expected a price per hour: a number from 0 to "
         f"{LARGEST_PRICE:g}, without a currency. Correct it, or leave it out.",
-        code="price-value",
     )
 
 

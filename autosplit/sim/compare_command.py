@@ -49,14 +49,12 @@ def compare(
     if (spec is None) == (models is None):
         raise InputError(
             "autosplit compare needs either a workload or --models FILE. Name one of them.",
-            code="compare-spec-or-models",
         )
     end_with_launcher()
     if one_of_several():
         raise InputError(
             "autosplit compare was started in a job of several processes, but it needs only one process. Run it "
             "without torchrun.",
-            code="compare-one-process",
         )
     if samples is not None:
         whole_number("--samples", samples, minimum=1)
@@ -64,7 +62,6 @@ def compare(
         if samples is not None or any(map(is_cluster, devices)):
             raise InputError(
                 "--models can't be combined with clusters or --samples. Compare one workload instead.",
-                code="compare-models-cluster",
             )
         from autosplit.sim.compare_models_command import compare_models
 
@@ -73,7 +70,6 @@ def compare(
         if name in keywords:
             raise InputError(
                 f"--{name} needs --models FILE. Add --models FILE, or leave --{name} out.",
-                code="compare-format-without-models",
             )
     assert spec is not None
     return _compare_one(manner, spec, devices, price, samples, model_options, keywords)

@@ -53,14 +53,11 @@ def lines_in(path: str) -> list[Line]:
         reason = getattr(error, "strerror", None) or error
         raise InputError(
             f"--models {path} can't be read ({reason}). Name a text file with one model per line.",
-            code="models-file-unreadable",
         ) from error
     found = [_line(f"{path}, line {number}", text) for number, text in enumerate(texts, 1)]
     lines = [line for line in found if line.spec]
     if not lines:
-        raise InputError(
-            f"--models {path} contains no model. Write one per line, such as timm:resnet50.", code="models-file-empty"
-        )
+        raise InputError(f"--models {path} contains no model. Write one per line, such as timm:resnet50.")
     return lines
 
 
@@ -97,7 +94,7 @@ def compare_models(
 
     kind = format or _SUFFIXES.get(Path(output or "").suffix.lower(), "markdown")
     if kind not in FORMATS:
-        raise InputError(f"--format is {shown(kind)}. Expected one of {', '.join(FORMATS)}.", code="compare-format")
+        raise InputError(f"--format is {shown(kind)}. Expected one of {', '.join(FORMATS)}.")
     _check_output(output)
     machines = asked_machines(devices, price, keywords)
     lines = lines_in(models)
@@ -181,7 +178,7 @@ def _compared(
 def _left_out(line: Line, why: str) -> ComparedModel:
     from autosplit.sim.compare_models import ComparedModel
 
-    wrong = InputError(f"{line.place}: {shown(line.spec)} is not compared: {why}", code="models-line")
+    wrong = InputError(f"{line.place}: {shown(line.spec)} is not compared: {why}")
     return ComparedModel(line.spec, None, str(wrong))
 
 
@@ -192,12 +189,9 @@ def _check_output(output: str | None) -> None:
         return
     target = Path(output)
     if not target.parent.is_dir():
-        raise InputError(
-            f"The folder of --output {output} does not exist. Create {target.parent}.", code="output-folder"
-        )
+        raise InputError(f"The folder of --output {output} does not exist. Create {target.parent}.")
     if target.exists() and not (target.is_file() and MARK.encode() in target.read_bytes()[:512]):
         raise InputError(
             f"--output {output} exists, but autosplit compare did not write it. The file was not replaced. Choose "
             "another name.",
-            code="output-is-no-table",
         )

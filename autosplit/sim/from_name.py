@@ -117,10 +117,9 @@ def model_by_name(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(
                 f"{option} is {value!r}. Expected a whole number of 1 or more, such as 224.",
-                code="model-option-range",
             )
     if task is not None and task not in TASKS:
-        raise InputError(f"task is {shown(task)}. Expected one of {', '.join(TASKS)}.", code="task")
+        raise InputError(f"task is {shown(task)}. Expected one of {', '.join(TASKS)}.")
     if scheme == "hf":
         adapters = None if lora is None else Lora.of(lora)
         return _of_transformers(Path(name), seq_len=seq_len, image_size=image_size, task=task, lora=adapters)
@@ -132,7 +131,6 @@ def model_by_name(
         return _of_torchvision(name, image_size)
     raise InputError(
         f"{shown(spec)} names no model. Expected hf:PATH of a config.json, timm:NAME or torchvision:NAME.",
-        code="model-name",
     )
 
 
@@ -141,7 +139,6 @@ def _refuse_options(what: str, kind: str, **options: object) -> None:
     if given:
         raise InputError(
             f"{' and '.join(given)} can't be set for {what}, because it is {kind}. Leave it out.",
-            code="model-options-unused",
         )
 
 
@@ -180,9 +177,7 @@ def _told_as_input(what: str, advice: str) -> Iterator[None]:
         raise
     except Exception as error:
         told = " ".join(str(error).split())  # transformers' messages have several lines
-        raise WorkloadError(
-            f"{what}: {type(error).__name__}: {told[:300].rstrip('.')}. {advice}.", code="model-not-built"
-        ) from error
+        raise WorkloadError(f"{what}: {type(error).__name__}: {told[:300].rstrip('.')}. {advice}.") from error
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -200,9 +195,7 @@ def _of_transformers(
         path = path / "config.json" if path.is_dir() else path
         values = _config_values(path)
     except OSError as error:
-        raise InputError(
-            f"{path} can't be read: {one_line(error)}. Expected a config.json.", code="config-unreadable"
-        ) from None
+        raise InputError(f"{path} can't be read: {one_line(error)}. Expected a config.json.") from None
     _library("transformers")
     if lora is not None:
         peft_library()  # report a missing package before a model is built
@@ -224,39 +217,33 @@ def _config_values(path: Path) -> dict[str, Any]:
         raise InputError(
             f"{path} does not exist. Expected a model's config.json, or a folder that contains it. autosplit "
             "downloads nothing. Save the file, and pass its path.",
-            code="config-missing",
         )
     with path.open("rb") as file:
         text = file.read(MOST_CONFIG_BYTES + 1)
     if len(text) > MOST_CONFIG_BYTES:
         raise InputError(
             f"{path} has more than {MOST_CONFIG_BYTES} bytes. Expected a model's config.json.",
-            code="config-too-large",
         )
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"{path} is not JSON: {one_line(error)}. Expected a model's config.json. Save it again.",
-            code="config-not-json",
         ) from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise InputError(
             f"{path} has no model_type. Expected a config.json that transformers saved.",
-            code="config-without-type",
         )
     if values.get("auto_map"):
         raise InputError(
             f"{path} names its own code (auto_map), which autosplit does not run. Expected a model of transformers. "
             "Remove auto_map to use transformers' own model of that type, or write a file with a workload().",
-            code="config-own-code",
         )
     if values.get("quantization_config"):
         raise InputError(
             f"{path} has quantised weights ({_quantization(values['quantization_config'])}). autosplit can predict "
             "neither their memory nor their time. Remove quantization_config. For weights in bitsandbytes' NF4, add "
             "--lora r=16,quantize=nf4.",
-            code="config-quantized",
         )
     return values
 
@@ -274,7 +261,6 @@ def _config(path: Path, values: dict[str, Any]) -> Any:
             f"{path} has the model type {shown(kind)}, which this version of transformers does not have. Expected "
             f"one of its {len(CONFIG_MAPPING.keys())}. {_nearest(kind, CONFIG_MAPPING.keys())}. Or upgrade "
             "transformers.",
-            code="config-type-unknown",
         )
     with _told_as_input(f"{path} is not a configuration of a {kind}", "Expected a file that transformers saved"):
         config: Any = CONFIG_MAPPING[kind].from_dict(_without_kernels(values))
@@ -283,7 +269,6 @@ def _config(path: Path, values: dict[str, Any]) -> Any:
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise InputError(
             f"{path} has {layers} layers. Expected at most {MOST_LAYERS}. Correct num_hidden_layers.",
-            code="config-layers",
         )
     config.architectures = config.architectures or []  # transformers iterates over this list
     # Training does not use the cache. Without this line, the cache would count as an output to gather.
@@ -317,17 +302,14 @@ def _task_of(path: Path, config: Any, architectures: object, asked: str | None) 
         raise InputError(
             f"{path} has the model type {config.model_type}, which has none of the tasks {', '.join(TASKS)}. Write "
             "a Python file with a workload().",
-            code="model-without-task",
         )
     if asked is not None:
         raise InputError(
             f"{config.model_type} of {path} has no model for the task {asked}. Expected {' or '.join(of_task)}.",
-            code="model-task",
         )
     raise InputError(
         f"{path} names {f'the architecture {shown(first)}' if first else 'no architecture'}. Expected an "
         f"architecture for {' or '.join(of_task)}. Choose one with --task {next(iter(of_task))} (task=).",
-        code="model-task-needed",
     )
 
 
@@ -381,7 +363,6 @@ def _check_seq_len(path: Path, seq_len: int | None, most: int | None) -> None:
         raise InputError(
             f"seq_len {seq_len} is more than the {most} positions of {path}. Pass a smaller seq_len, or change "
             "max_position_embeddings in a copy of the file.",
-            code="seq-len",
         )
 
 
@@ -433,7 +414,6 @@ def _of_timm(name: str, image_size: int | None) -> Callable[[], ModelParts]:
         raise InputError(
             f"timm has no model {shown(name)}. Expected one of its {len(timm.list_models())}. "
             f"{_nearest(name, timm.list_models())}.",
-            code="timm-name",
         )
 
     def build() -> ModelParts:
@@ -451,7 +431,6 @@ def _of_torchvision(name: str, image_size: int | None) -> Callable[[], ModelPart
     if name not in known:
         raise InputError(
             f"torchvision has no classifier {shown(name)}. Expected one of its {len(known)}. {_nearest(name, known)}.",
-            code="torchvision-name",
         )
 
     def build() -> ModelParts:

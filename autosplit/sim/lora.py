@@ -93,7 +93,6 @@ class Lora:
             raise WorkloadError(
                 f"peft can't add LoRA to {type(model).__name__}: {one_line(error)}. Expected names of the model's "
                 "layers. Pass targets=all-linear, or other names.",
-                code="lora-targets",
             ) from None
         trained = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
         frozen = "frozen weights are in NF4" if self.quantize else "other weights are frozen"
@@ -120,7 +119,6 @@ def _wrong(what: str) -> InputError:
     return InputError(
         f"lora {what}. Expected settings such as r=16,alpha=32,dropout=0.05,targets=all-linear,quantize=nf4. Several "
         f"targets are joined by +, as in q_proj+v_proj. quantize is {' or '.join(QUANTIZED)}.",
-        code="lora-settings",
     )
 
 

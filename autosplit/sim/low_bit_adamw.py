@@ -36,7 +36,7 @@ def named_optimizer(name: str) -> Callable[[Iterable[Any]], torch.optim.Optimize
         "paged_adamw_32bit": partial(LowBitAdamW, bits=32, paged=True),
     }
     if name not in known:
-        raise InputError(f"optimizer is {shown(name)}. Expected one of {', '.join(known)}.", code="optimizer-name")
+        raise InputError(f"optimizer is {shown(name)}. Expected one of {', '.join(known)}.")
     return known[name]
 
 

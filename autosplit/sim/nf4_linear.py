@@ -137,7 +137,6 @@ class Nf4Linear(nn.Linear):
             raise WorkloadError(
                 f"Nf4Linear is on {x.device}. It only plans memory, on simulated GPUs and the CPU. On a GPU, tune the "
                 "model that you train: load it with transformers' BitsAndBytesConfig.",
-                code="planning-only",
             )
         product: Tensor = _Product.apply(x.to(self.compute_dtype), self)  # type: ignore[no-untyped-call]
         return product.to(x.dtype)

@@ -40,7 +40,7 @@ def fastest_split(
     """
     batch_size = whole_number("batch_size", batch_size, minimum=0)
     if not times:
-        raise InputError("times is empty. Expected one function per device.", code="times-empty")
+        raise InputError("times is empty. Expected one function per device.")
     limits = [min(cap, batch_size) for cap in limits_of("caps", caps, len(times))]
     least = [0] * len(times) if floors is None else limits_of("floors", floors, len(times))
     require_room(batch_size, limits, "caps")
@@ -58,7 +58,6 @@ def fastest_split(
         raise InputError(
             f"times[{index}]({error.samples}) is {error.seconds}. Expected finite seconds up to the cap. Lower "
             f"caps[{index}] to the largest size with a known time.",
-            code="times-not-finite",
         ) from None
     for index, share in zip(free, chosen, strict=True):
         least[index] = share
@@ -200,11 +199,9 @@ def _check_floors(batch_size: int, floors: Sequence[int], caps: Sequence[int]) -
         raise InputError(
             f"batch_size is {batch_size}, but the floors {as_text(floors)} need {sum(floors)}. Raise the batch or "
             "lower the floors.",
-            code="floors-above-batch",
         )
     for index, (least, most) in enumerate(zip(floors, caps, strict=True)):
         if least > most:
             raise InputError(
                 f"floors[{index}] is {least}, above the cap of {most}. Lower the floor.",
-                code="floor-above-cap",
             )

@@ -97,7 +97,6 @@ class LengthPlan:
             raise InputError(
                 f"A sample has length {length}, but the longest length of the plan is {self.points[0].length}. A "
                 "longer sample may run out of memory. Tune with the lengths of all samples, or shorten this sample.",
-                code="length-above-plan",
             )
         before = self.points[0]
         for point in self.points:

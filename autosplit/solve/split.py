@@ -63,7 +63,6 @@ def proportional_split(batch_size: int, split: Sequence[int], ceilings: Sequence
         raise InputError(
             f"split is {as_text(weights)}, so no device would get any of the batch's {batch_size} samples. Expected at "
             "least one number above 0. Pass the number of samples for each device.",
-            code="split-empty",
         )
     if ceilings is None:
         return tuple(_largest_remainder(batch_size, weights))
@@ -148,9 +147,9 @@ def whole_number(name: str, value: SupportsIndex, *, minimum: int = 0) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise InputError(f"{name} is {value!r}. {expected}", code="whole-number-type")
+        raise InputError(f"{name} is {value!r}. {expected}")
     if number < minimum:
-        raise InputError(f"{name} is {number}. {expected}", code="whole-number-range")
+        raise InputError(f"{name} is {number}. {expected}")
     return number
 
 
@@ -196,13 +195,12 @@ def _wholes(name: str, values: Sequence[int]) -> list[int]:
     if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
         raise InputError(
             f"{name} is {values!r}. Expected one whole number per device, as a list of ints.",
-            code="whole-numbers-type",
         )
     numbers = list(values)
     if set(map(type, numbers)) != {int} or min(numbers) < 0:  # a fast path: a search computes thousands
         numbers = [whole_number(f"{name}[{i}]", value, minimum=0) for i, value in enumerate(numbers)]
     if not numbers:
-        raise InputError(f"{name} is empty. Expected one whole number per device.", code="whole-numbers-empty")
+        raise InputError(f"{name} is empty. Expected one whole number per device.")
     return numbers
 
 
@@ -212,7 +210,6 @@ def limits_of(name: str, values: Sequence[int], num_devices: int, advice: str = 
     if len(limits) != num_devices:
         raise InputError(
             f"{name} is {tuple(limits)}. Expected one whole number for each of {num_devices} devices. Pass {advice}.",
-            code="limits-count",
         )
     return limits
 
@@ -223,7 +220,6 @@ def require_room(batch_size: int, limits: Sequence[int], name: str, advice: str 
     if room < batch_size:
         raise InputError(
             f"batch_size is {batch_size}, but the {name} {as_text(limits)} allow at most {room}. {advice}",
-            code="batch-above-limits",
         )
 
 

@@ -23,12 +23,10 @@ def check_plot(path: str) -> None:
     if Path(path).suffix.lstrip(".").lower() not in kinds:
         raise InputError(
             f"--plot {path} does not end in a known format ({', '.join(kinds)}). Write --plot plot.png.",
-            code="plot-format",
         )
     if not Path(path).parent.is_dir():
         raise InputError(
             f"--plot {path} is in a folder that does not exist. Create {Path(path).parent}, or choose another folder.",
-            code="plot-folder",
         )
 
 
@@ -47,7 +45,6 @@ def plot_ceilings(ceilings: Sequence[Ceiling], path: str) -> None:
     except OSError as error:
         raise InputError(
             f"The plot can't be written to {path} ({error.strerror}). Choose another file.",
-            code="plot-not-written",
         ) from error
 
 

@@ -119,7 +119,6 @@ def _devices_for(spec: str | None, problems: list[Problem]) -> tuple[Device, ...
         raise DeviceError(
             f"devices is {spec!r}, but doctor can't examine simulated GPUs. Name real devices of this machine, or "
             "leave devices out.",
-            code="devices-simulated",
         )
     return found
 

@@ -187,7 +187,6 @@ def cards_table(examination: Examination) -> dict[str, Any]:
     if not is_accelerator(examination.kind):
         raise DeviceError(
             "The machine has no accelerator, so there are no rates to save. Run the command on a machine with a GPU.",
-            code="no-accelerator",
         )
     slowest = min((copy.gb_per_s for copy in examination.copies if copy.arrives), default=None)
     driver = f", driver {examination.driver}" if examination.driver else ""

@@ -55,7 +55,6 @@ def shard(
         raise InputError(
             f"mesh has {options['mesh'].size()} ranks. Expected all {dist.get_world_size()}, because each rank has "
             "samples of the step. Leave mesh out, or pass a mesh of all ranks.",
-            code="mesh-size",
         )
     for part in (*chosen, model):
         fully_shard(part, **options)
@@ -108,7 +107,6 @@ def _refuse_model(model: nn.Module) -> None:
             raise InputError(
                 f"The model {says} {names[0] or 'itself'}. Expected a plain model whose parameters have at least "
                 "one dimension. Call ctx.shard once, with the plain model.",
-                code="fsdp-model",
             )
 
 
@@ -120,7 +118,6 @@ def _chosen(model: nn.Module, layers: Layers | None) -> list[nn.Module]:
         raise InputError(
             f"layers is {layers!r:.80}. Expected a class of modules, a tuple of classes, or a function that returns "
             "True for some modules. Pass the class itself, not its name or an instance.",
-            code="fsdp-layers",
         )
     is_one = (lambda part: isinstance(part, cast("type", layers))) if is_class else cast("Any", layers)
     chosen = [part for part in model.modules() if part is not model and is_one(part)]
@@ -129,7 +126,6 @@ def _chosen(model: nn.Module, layers: Layers | None) -> list[nn.Module]:
         raise InputError(
             f"layers={layers!r} selects no module of the model. Expected a class, a tuple of classes, or a function "
             f"that returns True for some modules. The model has {', '.join(kinds) or 'no modules inside'}.",
-            code="fsdp-layers",
         )
     return chosen[::-1]
 
@@ -147,7 +143,6 @@ def _refuse_ties(model: nn.Module, chosen: Iterable[nn.Module]) -> None:
                 f"{name} is the same parameter as {known}, but they are in different layers. Expected each "
                 "parameter in one layer. Exclude both modules from layers, so the parameter is sharded with the "
                 "rest of the model.",
-                code="fsdp-tied-parameters",
             )
 
 
@@ -163,7 +158,6 @@ def _compare(model: nn.Module) -> None:
         raise InputError(
             f"The model of rank {', '.join(others)} differs from rank 0's. Expected the same names, shapes and "
             "dtypes. Build the same model on all ranks.",
-            code="ranks-models-differ",
         )
 
 

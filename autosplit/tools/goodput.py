@@ -115,7 +115,6 @@ def goodput_of(plan: PlanRecord, noise_scale: NoiseEstimate | float) -> Goodput:
         raise InputError(
             f"noise_scale={shown(value)} is not a finite number of samples, 0 or more. Pass a number, or an "
             "autosplit.NoiseScale that plan.steps estimated over more steps.",
-            code="noise-scale-value",
         )
     rates = _rates(plan, REACH * max(value, plan.batch_size, plan.effective_batch_size))
     now = plan.effective_batch_size

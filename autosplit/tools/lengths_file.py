@@ -18,12 +18,10 @@ def lengths_in(path: str) -> list[int]:
         reason = getattr(error, "strerror", None) or error
         raise InputError(
             f"--lengths {path} can't be read ({reason}). Name a text file.",
-            code="lengths-file-unreadable",
         ) from error
     wrong = next((word for word in words if not word.isdecimal()), None)
     if wrong is not None:
         raise InputError(
             f"--lengths {path} contains {shown(wrong)}, which is not a whole number. Write one length per line.",
-            code="lengths-file-values",
         )
     return checked_lengths([*map(int, words)], f"the lengths in {path}")

@@ -83,9 +83,7 @@ def measure_loader(
     processes = _processes() if processes is None else processes
     whole_number("processes", processes, minimum=1)
     if isinstance(time_limit_s, bool) or not isinstance(time_limit_s, (int, float)) or not time_limit_s > 0:
-        raise InputError(
-            f"time_limit_s is {time_limit_s!r}. Expected seconds above 0. Leave it out for 60.", code="time-limit"
-        )
+        raise InputError(f"time_limit_s is {time_limit_s!r}. Expected seconds above 0. Leave it out for 60.")
     check_loader(loader)
     ends_s = time.monotonic() + time_limit_s
     cores = _cores()
@@ -288,7 +286,6 @@ def _timed(own: DataLoader[Any], settings: LoaderSettings, batches: Sequence[Seq
         raise InputError(
             f"{settings.num_workers} workers raised {one_line(error)}, but the same batches load without workers. Fix "
             "the data set for use in workers, or keep num_workers=0.",
-            code="loader-workers-failed",
         ) from error
     finally:
         if settings.num_workers and iterator is not None:
@@ -303,9 +300,7 @@ def _first_pass(loader: DataLoader[Any], dataset: Any) -> tuple[list[Sequence[An
     batches: list[Sequence[Any]] = [list(batch) for batch in itertools.islice(sampler, MOST_BATCHES)]
     batches = [batch for batch in batches if batch]
     if not batches:
-        raise InputError(
-            "The loader has no batch. Expected at least one. Pass a data set with samples.", code="loader-empty"
-        )
+        raise InputError("The loader has no batch. Expected at least one. Pass a data set with samples.")
     began = time.perf_counter()
     read = 0
     try:
@@ -347,21 +342,17 @@ def _with(
 def check_loader(loader: Any) -> None:
     """Raise InputError if the speed of a loader can't be measured."""
     if not isinstance(loader, DataLoader):
-        raise InputError(
-            f"loader is a {type(loader).__name__}. Expected a torch.utils.data.DataLoader.", code="loader-type"
-        )
+        raise InputError(f"loader is a {type(loader).__name__}. Expected a torch.utils.data.DataLoader.")
     if isinstance(loader.dataset, IterableDataset):
         raise InputError(
             f"The loader's data set {type(loader.dataset).__name__} is iterable, so the data set itself divides its "
             "samples among workers. Expected a data set with an index. Measure this loader yourself, with the number "
             "of workers that it was written for.",
-            code="loader-iterable",
         )
     if loader.batch_sampler is None or not isinstance(loader.dataset, Sized):
         raise InputError(
             "The loader makes no batches, or its data set has no length. Expected batch_size or batch_sampler, and "
             "a data set with __len__.",
-            code="loader-without-batches",
         )
 
 

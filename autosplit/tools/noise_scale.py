@@ -72,7 +72,6 @@ class NoiseScale:
                 f"noise_scale is given, but the optimizer step has {number:g} micro-batch over all ranks. The "
                 "estimate compares gradients of at least 2 micro-batches. Tune with an effective_batch_size that "
                 "needs accumulation_steps >= 2.",
-                code="noise-scale-one-micro-batch",
             )
         if freedom >= 1 and math.isfinite(scatter) and math.isfinite(squared):
             self._steps.append((scatter, freedom, count, count * squared))
@@ -116,7 +115,6 @@ class NoiseScale:
         if not self._steps:
             raise InputError(
                 "The noise scale has seen no optimizer step yet. Read it after all micro-batches of at least one step.",
-                code="noise-scale-empty",
             )
         scatter, freedom, samples, squared = map(sum, zip(*self._steps, strict=True))
         return scatter, freedom, samples, squared
@@ -161,7 +159,6 @@ class StepNorms(StepListener):
             raise InputError(
                 "noise_scale is given, but reentrant checkpointing hides parameters from the autograd graph. Pass "
                 "use_reentrant=False to the checkpointing.",
-                code="noise-scale-reentrant",
             )
         norms: list[Tensor] = []
         leaves = [leaf for leaf in graph.leaves if isinstance(leaf, nn.Parameter)]

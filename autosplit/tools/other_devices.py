@@ -56,7 +56,6 @@ def own_device(plan: Plan, place: Place) -> RankDevice:
         raise DeviceError(
             f"The process has local rank {index}, but it sees {len(gpus)} {kind} devices. Expected a device for each "
             "process. Start one process per device (torchrun --nproc-per-node gpu).",
-            code="rank-device-absent",
         )
     return RankDevice(f"{kind}:{index}", gpus[index].name, gpus[index].uuid)
 
@@ -96,7 +95,6 @@ def plan_for_devices(plan: Plan, devices: Sequence[RankDevice]) -> Plan:
             f"The plan is for a sharded model on {len(plan.devices)} devices, and the job has {len(devices)} or others "
             f"({', '.join(map(str, devices))}). Expected the plan's devices, because a rank's memory depends on their "
             "number. Call setup with the unsharded plan, or start the job on the plan's devices.",
-            code="sharded-plan-for-other-devices",
         )
     effective = found.effective_batch_size
     capacities = tuple(rank.ceiling.capacity_bytes for rank in found.ddp.ranks)
@@ -108,7 +106,6 @@ def plan_for_devices(plan: Plan, devices: Sequence[RankDevice]) -> Plan:
             f"The plan for {len(plan.devices)} devices {why}. So autosplit can't adapt it to the job's devices "
             f"({', '.join(map(str, devices))}). Start the job on the plan's devices, or tune again for the job's "
             "devices.",
-            code="plan-for-other-devices",
         )
     return again
 
@@ -147,7 +144,6 @@ def _refuse(plan: Plan, rank: int, device: RankDevice) -> None:
     raise DeviceError(
         f"Rank {rank} has the device {device}, but the plan only has measurements of {', '.join(kinds)}. Start the "
         "rank on such a device, or tune again with this device.",
-        code="device-not-measured",
     )
 
 

@@ -63,18 +63,15 @@ def checked_lengths(lengths: Any, name: str = "lengths") -> list[int]:
         raise InputError(
             f"{name} is {shown(lengths)}. Expected a whole number for each sample, such as [len(sample) for sample "
             "in dataset].",
-            code="lengths-type",
         )
     if numbers and max(numbers) > MOST_TOKENS:
         raise InputError(
             f"{name} contain {max(numbers)}. Expected at most {MOST_TOKENS} each. Pass the tokens of each sample.",
-            code="lengths-too-large",
         )
     if not numbers or min(numbers) < 1:
         found = "are empty" if not numbers else f"contain {min(numbers)} at position {numbers.index(min(numbers))}"
         raise InputError(
             f"{name} {found}. Expected a length of at least 1 for each sample. Leave samples without tokens out.",
-            code="lengths-value",
         )
     return numbers
 

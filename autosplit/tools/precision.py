@@ -37,7 +37,6 @@ def precision_list(value: Any) -> tuple[str | None, ...]:
             raise WorkloadError(
                 f"precision is {value!r}. Expected one of {', '.join(map(repr, PRECISIONS))}, or several of them as in "
                 "('none', 'bf16'). 'none' is fp32, or the precision of the model.",
-                code="precision",
             )
     return tuple(dict.fromkeys(known))
 

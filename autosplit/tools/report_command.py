@@ -16,7 +16,7 @@ def report(manner: Manner, *, which: str | None = None, output: str = "report.ht
 
     to_stdout = output == "-"
     if to_stdout and manner.as_json:
-        raise InputError("-o - and --json both print to stdout. Leave one of them out.", code="stdout-twice")
+        raise InputError("-o - and --json both print to stdout. Leave one of them out.")
     if not to_stdout:
         check_page(output, force=force)
     _, plan = named_or_newest(which, manner)

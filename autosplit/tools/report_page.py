@@ -60,12 +60,10 @@ def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
     if stands is not None:
         raise InputError(
             f"{target} is {stands}, not a new file or an earlier report. Choose another path with -o PATH.",
-            code="report-not-a-file",
         )
     if not target.parent.is_dir():
         raise InputError(
             f"The folder of {target} does not exist. Create {target.parent}, or choose another folder.",
-            code="report-folder",
         )
     if force or not target.exists():
         return
@@ -75,7 +73,6 @@ def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
     raise InputError(
         f"{target} exists and is not an autosplit report. Choose another path with -o PATH, or replace the file with "
         "--force.",
-        code="report-exists",
     )
 
 

@@ -87,7 +87,6 @@ def token_budgets(
         raise WorkloadError(
             "The workload has evaluate=. Expected a workload without it, because compute_log_probs takes its place. "
             "Leave evaluate= out.",
-            code="evaluate-taken",
         )
     tokens = tokens_per_sample or _tokens_per_sample(built)
     train = find_ceiling(workload, device, role="rank", **options)
@@ -107,5 +106,4 @@ def _tokens_per_sample(workload: Workload) -> int:
             return tensor.numel() // workload.sample_batch_size
     raise InputError(
         "The sample batch has no integer tensor with two dimensions. Expected token ids. Pass tokens_per_sample.",
-        code="tokens-per-sample",
     )

@@ -32,7 +32,6 @@ def at_length(workload: Workload, length: int) -> Workload:
         raise WorkloadError(
             "lengths are given, but the sample batch has no tensor of shape (samples, length) with a length of 2 or "
             "more. Pass a padded batch, or make_batch(n, length=...).",
-            code="lengths-without-sequences",
         )
 
     def resized(tensor: Tensor, *, batched: bool) -> Tensor:
@@ -57,7 +56,6 @@ def _made_at_length(workload: Workload, given: Any, length: int) -> Workload:
         raise WorkloadError(
             "lengths are given, but make_batch takes no length. Expected make_batch(n, length=...) with n samples "
             "of that length. Add the keyword.",
-            code="make-batch-without-length",
         )
     size, make_batch = workload.sample_batch_size, functools.partial(given, length=length)
     shorter = max(1, length // 2)
@@ -67,7 +65,6 @@ def _made_at_length(workload: Workload, given: Any, length: int) -> Workload:
         raise WorkloadError(
             f"make_batch({size}, length={shorter}) returned samples of length {length}. Expected length "
             f"{shorter}. Let make_batch use its argument length.",
-            code="make-batch-length",
         )
     return replace(workload, sample_batch=batch, make_batch=make_batch)
 

@@ -107,7 +107,6 @@ def sharded_plan(
             f"needs {one} in a step of one forward, and {several} in a step of several, which keeps whole gradients. "
             f"Tensors may use {size_text(min(variants[0].room_bytes))} of the smallest rank. "
             "Pass layers with fewer parameters each, or tune for larger devices or a smaller effective batch.",
-            code="sharded-plan-does-not-fit",
         )
     enough = (1 - LEAST_DIFFERENCE) * max(solution.samples_per_s for _, solution in found)
     fast = [pair for pair in found if pair[1].samples_per_s >= enough]
@@ -127,7 +126,6 @@ def shard_sizes(ranks: int, wanted: int | None) -> list[int]:
         raise PlanError(
             "There is a single rank. Expected several, because FSDP2 shards a model over several devices. Pass more "
             "devices, such as devices='sim:2xRTX3090'.",
-            code="shard-ranks",
         )
     if wanted is None:
         return sizes
@@ -135,7 +133,6 @@ def shard_sizes(ranks: int, wanted: int | None) -> list[int]:
         raise InputError(
             f"shard_size is {wanted!r:.80}. Expected one of {sizes}: a divisor of the number of ranks, {ranks}. Leave "
             "shard_size out to try them all.",
-            code="shard-size",
         )
     return [wanted]
 
@@ -398,7 +395,6 @@ def _measured(plan: Plan) -> tuple[Fit, int]:
         raise PlanError(
             f"The plan has {lacks}. Expected several DDP ranks with an unsharded model, and the measured times and "
             "memory parts of a plan from tune(). Tune again for several devices, and pass that plan.",
-            code="plan-not-shardable",
         )
     return plan.fit, memory.optimizer_bytes
 

@@ -77,12 +77,10 @@ def write_workload(
     if path.exists() and not force:
         raise InputError(
             f"{path} exists. Expected a new file. Choose another file with --output, or replace it with --force.",
-            code="init-output-exists",
         )
     if is_file and not Path(place).stem.isidentifier():
         raise InputError(
             f"{place} can't be imported, because {Path(place).stem!r} is not a Python name. Rename the file.",
-            code="init-file-name",
         )
     module = load_module(place)
     name = name or _model_in(module, place)
@@ -92,7 +90,6 @@ def write_workload(
         raise InputError(
             f"{place}:{name} returned a {type(model).__name__}. Expected a subclass of torch.nn.Module, or a function "
             "that returns a module. Name the class or function as FILE:NAME.",
-            code="init-not-a-model",
         )
     batch = _batch_of_loader(module, model) if shape is None else None
     batch = batch or _guessed_batch(model, shape, place)
@@ -194,7 +191,6 @@ def _model_in(module: ModuleType, place: str) -> str:
         f"{place} has no torch.nn.Module class that can be created without "
         f"arguments{f' ({found})' if found else ''}. Write a function that returns the model, and name the function: "
         f"autosplit init {place}:make_model",
-        code="init-no-model",
     )
 
 
@@ -241,7 +237,6 @@ def _first_that_runs(model: nn.Module, shape: tuple[int, ...] | None, place: str
         f"sample, as in autosplit init {place} --input 3,32,32. If the forward takes several inputs, define a "
         "DataLoader and a compute_loss(model, batch) in the file. autosplit then takes its first batch as the sample "
         "batch.",
-        code="init-no-inputs",
     )
 
 
@@ -265,7 +260,6 @@ def _targets_and_loss(inputs: Sample, output: Any) -> tuple[Sample | None, _Loss
         raise InputError(
             f"The model returns {kind}. Expected one tensor with a row per sample. Write the workload by hand, with "
             "compute_loss=: see docs/tuning.md.",
-            code="init-output-of-model",
         )
     shape = tuple(output.shape[1:])
     if inputs.high is not None and len(shape) == 2:

@@ -113,7 +113,6 @@ class TokenBatchSampler(ScheduledBatchSampler):
             raise InputError(
                 f"The plan's BatchNorms need at least {least} samples on a device, but batches of similar length "
                 "may have 1. BatchNorms would also count padding. Use batch_sampler.",
-                code="batchnorm-with-lengths",
             )
 
     def common_facts(self) -> dict[str, Any]:

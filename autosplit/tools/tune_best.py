@@ -219,6 +219,5 @@ def checkpointing_list(value: Any) -> tuple[Checkpointing | None, ...]:
         raise WorkloadError(
             f"checkpointing is {shown(value)}. Expected 'auto' for a transformers model, or the class or name of the "
             "repeated layers, or several of these. Pass checkpointing=Block, say.",
-            code="checkpointing-value",
         )
     return tuple(None if every is None else Checkpointing(kinds, every) for every in EVERY)

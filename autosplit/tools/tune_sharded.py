@@ -121,7 +121,6 @@ def tune_sharded(
         raise InputError(
             "tune_sharded was called in a job with several ranks. Expected a single process, which sees all devices. "
             "Call it before the job, save the plan, and pass its file to autosplit.ddp.setup.",
-            code="sharded-in-a-job",
         )
     if plan is None:
         asked = parse_devices(devices)
@@ -170,18 +169,15 @@ def _refuse_options(options: Mapping[str, Any], param_dtype: Any, reshards: Any)
     if "strategy" in options:
         raise InputError(
             f"strategy={options['strategy']!r:.80} was passed. Expected none: tune_sharded plans DDP. Leave it out.",
-            code="sharded-option",
         )
     if param_dtype is not None and param_dtype not in _PARAM_DTYPES:
         raise InputError(
             f"param_dtype is {param_dtype!r:.80}. Expected a floating-point dtype of at least 16 bits, or None for the "
             "dtype of the parameters. Pass a dtype such as torch.bfloat16.",
-            code="sharded-param-dtype",
         )
     if not isinstance(reshards, bool):
         raise InputError(
             f"reshard_after_forward is {reshards!r:.80}. Expected True or False. Pass the value that ctx.shard gets.",
-            code="sharded-reshard",
         )
 
 
@@ -190,14 +186,12 @@ def _refuse_with_plan(plan: Any, options: Mapping[str, Any]) -> None:
     if not isinstance(plan, Plan):
         raise InputError(
             f"plan is {plan!r:.80}. Expected a Plan. Load a file with autosplit.Plan.load.",
-            code="sharded-plan-type",
         )
     ignored = [name for name, value in options.items() if name not in _DESCRIBED and value is not None]
     if ignored:
         raise InputError(
             f"{ignored[0]}={options[ignored[0]]!r:.80} was passed with plan=. Expected none, because the plan is "
             "already tuned. Leave one of the two out.",
-            code="sharded-plan-option",
         )
 
 
@@ -230,7 +224,6 @@ def _whole_plan(
             f"The parameters and gradients take {size_text(sum(state))}, and {devices[0].label} has "
             f"{size_text(min(capacities))}. autosplit simulates only GPUs with more memory. Use devices='sim:...', or "
             "a smaller model.",
-            code="sharded-on-cpu",
         )
     large = [
         _simulated(device.name, index, capacity + WHOLE_COPIES * state[0])
@@ -346,7 +339,6 @@ def _model_of(given: Any) -> nn.Module:
     raise InputError(
         f"The model is a {type(given).__name__}. Expected one module, because FSDP2 shards a single model. Pass a "
         "module, a Workload with one module, or a function that returns one of these.",
-        code="sharded-model",
     )
 
 
@@ -366,7 +358,6 @@ def _refuse_optimizer(optimizer: Any) -> None:
             f"The optimizer is a {type(optimizer).__name__} object. With param_dtype, autosplit trains a copy of the "
             "model with other parameters. Expected a class or a factory, such as torch.optim.AdamW. Pass "
             "functools.partial for its options.",
-            code="sharded-optimizer",
         )
 
 

@@ -59,7 +59,7 @@ class JointSession(Session):
     def _begin(self) -> None:
         why_not = why_no_ranks(self.request, self.workload, (), 1)
         if why_not is not None:
-            raise WorkloadError(f"DDP can't train this workload: {why_not}.", code="no-ddp-plan")
+            raise WorkloadError(f"DDP can't train this workload: {why_not}.")
 
     def _found(self) -> Plan:
         self.ranks = tuple(self._measured_alone())
@@ -69,7 +69,6 @@ class JointSession(Session):
             raise DoesNotFitError(
                 f"DDP can't train this workload: {why_not}. Expected a rank on each device. Use a smaller model or "
                 "larger devices.",
-                code="no-ddp-plan",
             )
         self.workers.ask(Worker.begin_steps, self._options())
         reduce_s = max(self.workers.ask(_all_reduce_seconds))
@@ -110,7 +109,6 @@ class JointSession(Session):
             raise DoesNotFitError(
                 f"{len(self.ranks)} ranks need a batch of at least {needed} samples, but at most {asked} are "
                 "allowed. Raise effective_batch_size or max_batch_size, or name fewer devices.",
-                code="batch-below-ranks",
             )
         ceilings = tuple(rank.ceiling.batch_size for rank in self.ranks)
         region = Region.apart(ceilings, min(asked, sum(ceilings)), self._least_batch())
@@ -122,7 +120,6 @@ class JointSession(Session):
                 f"One forward over all ranks fits at most {region.largest_batch} samples. The step needs "
                 f"{self.request.least_effective}, and this workload can't accumulate gradients. Lower "
                 "effective_batch_size.",
-                code="effective-batch-does-not-fit",
             )
         return Space(region, sizes)
 

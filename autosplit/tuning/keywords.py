@@ -68,4 +68,4 @@ def refuse_unknown(call: Callable[..., Any], given: Iterable[str], *forwarded: C
             advice = f"It describes the workload: pass Workload(model, sample_batch, {name}=...)"
         else:
             advice = f"Use {close[0]}" if close else f"It has {', '.join(known)}"
-        raise ArgumentError(f"{name}= is not an argument of {call.__name__}(). {advice}.", code="argument-unknown")
+        raise ArgumentError(f"{name}= is not an argument of {call.__name__}(). {advice}.")

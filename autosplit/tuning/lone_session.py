@@ -86,7 +86,6 @@ class LoneSession(Session):
             raise WorkloadError(
                 f"max_batch_size is {most} and effective_batch_size at least {least}, and {reason}. One forward "
                 f"must run all samples. Raise max_batch_size to {least}, or lower effective_batch_size.",
-                code="forward-too-small",
             )
         if self.request.simulated and self.prober.largest_traced < self.request.largest_batch:
             self.prober.max_batch_size = self.prober.largest_traced
@@ -146,7 +145,6 @@ class LoneSession(Session):
                 f"DDP can't train this workload on {', '.join(device.label for device in self.request.devices)}: "
                 f"{ddp.reason}. Expected a rank on each device. Leave strategy='ddp' out, or use a smaller model or "
                 "larger devices.",
-                code="no-ddp-plan",
             )
         answer = rank_answer(ddp, Fit(step_time, self._all_reduce_seconds(step_time)))
         memory = self.prober.rank_parts(answer.split, answer.peak_bytes, accumulates=answer.accumulation_steps > 1)

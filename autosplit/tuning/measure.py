@@ -197,14 +197,12 @@ def _checked(split: Any, accumulation_steps: Any, job: Job, workload: Workload) 
     if steps > MOST_FORWARDS:
         raise InputError(
             f"accumulation_steps is {steps}. Expected at most {MOST_FORWARDS}.",
-            code="accumulation-too-many",
         )
     checked_request(devices=devices, max_batch_size=sum(shares))
     reason = why_single(workload)
     if steps > 1 and reason is not None:
         raise WorkloadError(
             f"accumulation_steps is {steps}, and {reason}. Expected 1. Leave accumulation_steps out.",
-            code="accumulation-not-possible",
         )
     if job.request.strategy == "ddp":
         _refuse_no_ranks(shares, job.request, workload)
@@ -214,12 +212,11 @@ def _checked(split: Any, accumulation_steps: Any, job: Job, workload: Workload) 
 def _refuse_no_ranks(split: tuple[int, ...], request: Request, workload: Workload) -> None:
     why_not = why_no_ranks(request, workload, (), 1)
     if why_not is not None:
-        raise WorkloadError(f"DDP can't train this workload: {why_not}.", code="no-ddp-plan")
+        raise WorkloadError(f"DDP can't train this workload: {why_not}.")
     if 0 in split:
         raise InputError(
             f"split is {split} with strategy 'ddp'. Expected at least one sample for each rank, because all ranks "
             "take part in a step. Leave out devices with 0 samples.",
-            code="split-without-rank-samples",
         )
 
 
@@ -229,14 +226,12 @@ def _refuse_untrainable(asked: _Configuration, prober: Prober) -> None:
         raise InputError(
             f"split is {asked.split}, but the model's BatchNorms need at least {least} samples. Expected 0 or at "
             f"least {least} for each device.",
-            code="batchnorm-least-samples",
         )
     if prober.runtime.simulated and max(asked.split) > prober.largest_traced:
         raise InputError(
             f"split is {asked.split}, but autosplit can trace the model only with real tensors, and "
             f"{prober.largest_traced} samples fit in this machine's memory. Measure a split with at most "
             f"{prober.largest_traced} samples on a device.",
-            code="split-above-traced",
         )
 
 

@@ -144,7 +144,6 @@ class MemoryBounds:
                 f"{region.largest_batch} samples fit one forward, but effective_batch_size is at least {least}, and "
                 f"{why_single}. Lower effective_batch_size to at most {region.largest_batch}, or use a smaller "
                 "model or larger devices.",
-                code="effective-batch-does-not-fit",
             )
         return Space(region, sizes)
 

@@ -110,7 +110,6 @@ def heard_by(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[
         raise InputError(
             f"progress is {progress!r}. Expected a function that takes a Progress. Pass a function, or leave progress "
             "out.",
-            code="progress",
         )
     heard = progress or notebook_bar()
     is_terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")

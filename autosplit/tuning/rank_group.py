@@ -109,7 +109,6 @@ def _own_device(devices: Sequence[Device], place: Place) -> int:
         raise DeviceError(
             f"The devices are simulated, but {place.world_size} ranks were started. One process simulates all "
             "devices. Start the script without torchrun.",
-            code="ranks-simulated",
         )
     here = place.local_world_size or place.world_size
     local = place.local_rank if place.local_rank is not None else place.rank
@@ -120,7 +119,6 @@ def _own_device(devices: Sequence[Device], place: Place) -> int:
             f"There are {count} devices ({', '.join(device.label for device in devices)}) for {here} ranks of this "
             "machine. Expected one device per rank. Name one device per rank (--devices cpu:2GiB,cpu:1GiB), or "
             f"start torchrun with --nproc-per-node {count}.",
-            code="ranks-device-count",
         )
     return local
 
@@ -171,7 +169,6 @@ def _met(place: Place) -> tuple[Any, Any]:
         raise InputError(
             f"Rank {place.rank} of {place.world_size} can't connect to the others ({one_line(error)}). Expected all "
             "of them to call autosplit.tune. Call it on every rank, with the same arguments.",
-            code="rendezvous-failed",
         ) from error
     return dist.group.WORLD, store
 

@@ -227,7 +227,6 @@ class Session(ABC):
                 f"forwards of at most {self.prober.max_batch_size}. Each device must get 0 or at least {least} "
                 "samples, because BatchNorm needs that many. Pass a different effective_batch_size, or raise "
                 "max_batch_size.",
-                code="split-not-possible",
             )
         return DoesNotFitError(
             f"None of {len(self.trials)} configurations ran. The last failure: {failure}. Pass another "
@@ -306,7 +305,6 @@ def most_steps(sizes: tuple[int, int] | None, largest_batch: int) -> int:
         raise InputError(
             f"effective_batch_size is at least {least}, which needs {fewest} forwards of the largest batch that "
             f"fits. Expected at most {MOST_FORWARDS}. Lower effective_batch_size.",
-            code="accumulation-too-many",
         )
     most = max(fewest, accumulation_steps(most_samples, largest_batch))
     return min(most + max(3, fewest), MOST_FORWARDS)

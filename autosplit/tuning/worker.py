@@ -360,7 +360,6 @@ def refuse_waiting(workload: Workload) -> None:
                 f"The model has a {type(part).__name__}, whose forward waits for all ranks, but each rank measures "
                 "its device alone. Tune the plain model, and convert or shard the model in training "
                 "(ctx.wrap(model, sync_batchnorm=True), ctx.shard(model)).",
-                code="model-synchronises",
             )
 
 
@@ -376,5 +375,4 @@ def refuse_differing(name: str, values: Sequence[Any]) -> None:
         raise InputError(
             f"{name} is {values[0]!r} on rank 0 and {values[other]!r} on rank {other}. Expected the same on all "
             "ranks. Start all ranks with the same command line and the same installation.",
-            code="ranks-disagree",
         )

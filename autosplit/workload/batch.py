@@ -69,7 +69,7 @@ def chunk(
     if layout is None:
         layout = Layout.of(tree, size, dim)
         if len(sizes) > 1 and (why := uncuttable(tree, "batch", layout)):
-            raise WorkloadError(why, code="batch-not-cuttable")
+            raise WorkloadError(why)
     ends = [*itertools.accumulate(sizes)]
     return [
         _map_samples(

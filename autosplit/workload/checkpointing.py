@@ -39,7 +39,6 @@ class Checkpointing:
             raise WorkloadError(
                 f"You passed checkpointing with {len(modules)} models. Expected one model, because a plan "
                 "names its layers. Leave checkpointing out, and checkpoint the layers yourself.",
-                code="checkpointing-several-models",
             )
         self.names_in(modules[0])
 
@@ -50,7 +49,6 @@ class Checkpointing:
             raise WorkloadError(
                 "checkpointing is given, but the model already checkpoints its layers. Leave out "
                 "gradient_checkpointing_enable(), or checkpointing.",
-                code="checkpointing-already",
             )
         if not found:
             kinds = self._kinds_text()
@@ -58,7 +56,6 @@ class Checkpointing:
             raise WorkloadError(
                 f"checkpointing is {kinds!r}, but the {type(model).__name__} has no such layer. Expected {wanted} in "
                 "it. Pass checkpointing=Block, the class (or its name) of the repeated layers.",
-                code="checkpointing-no-layer",
             )
         return tuple(name for name, _ in found[:: self.every])
 

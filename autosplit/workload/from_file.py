@@ -47,7 +47,6 @@ class Loaded:
         if not isinstance(value, Workload):
             raise InputError(
                 f"{self.spec} returned {_type_name(value)}. Expected an autosplit.Workload. Return one from it.",
-                code="workload-function",
             )
         return value
 
@@ -88,7 +87,6 @@ def load_loader(spec: str) -> Any:
         raise InputError(
             f"{place} has no {name!r}. Expected a DataLoader of that name, or a function that returns one. Define it, "
             f"or write {place}:NAME.",
-            code="loader-name",
         )
     value = getattr(module, name)
     with users_errors(spec):
@@ -104,7 +102,6 @@ def split_spec(spec: str, default: str = DEFAULT_NAME) -> tuple[str, str]:
         raise InputError(
             f"{name!r} in {spec!r} is not a Python name. {_EXPECTED} After the colon, write the workload's name in "
             "the file.",
-            code="workload-name",
         )
     return place, name
 
@@ -137,25 +134,18 @@ def _run_file(path: Path) -> ModuleType:
 
 def _check_file(path: Path) -> None:
     if path.is_dir():
-        raise InputError(
-            f"{path} is a folder. {_EXPECTED} {_nearest_files(path, path.name)}", code="workload-file-is-folder"
-        )
+        raise InputError(f"{path} is a folder. {_EXPECTED} {_nearest_files(path, path.name)}")
     if not path.is_file():
         folder = path.parent
         if not folder.is_dir():
             beside = map(str, folder.parent.glob(f"*/{path.name}"))
             near = difflib.get_close_matches(str(path), beside, n=1)
             advice = f"Did you mean {near[0]}?" if near else "Check the path."
-            raise InputError(
-                f"{path} does not exist, nor does its folder. {_EXPECTED} {advice}", code="workload-folder-missing"
-            )
-        raise InputError(
-            f"{path} does not exist. {_EXPECTED} {_nearest_files(folder, path.name)}", code="workload-file-missing"
-        )
+            raise InputError(f"{path} does not exist, nor does its folder. {_EXPECTED} {advice}")
+        raise InputError(f"{path} does not exist. {_EXPECTED} {_nearest_files(folder, path.name)}")
     if path.suffix != ".py":
         raise InputError(
             f"{path} is not a .py file. {_EXPECTED} {_nearest_files(path.parent, path.name)}",
-            code="workload-file-type",
         )
 
 
@@ -175,7 +165,6 @@ def _import_module(dotted: str) -> ModuleType:
     importlib.invalidate_caches()
     neither = InputError(
         f"There is no file and no module {dotted}. {_EXPECTED} {_nearest_files(Path(), f'{dotted}.py')}",
-        code="module-missing",
     )
     package, _, within = dotted.partition(".")
     found = importlib.util.find_spec(package) if within else None
@@ -203,7 +192,6 @@ def _named(module: ModuleType, name: str, place: str) -> Workload | Loaded:
     if not hasattr(module, name):
         raise InputError(
             f"{place} has no {name!r}. {_EXPECTED} {_suggestion(place, name, _candidates(module))}",
-            code="workload-missing",
         )
     value: Any = getattr(module, name)
     if isinstance(value, Workload):
@@ -213,14 +201,12 @@ def _named(module: ModuleType, name: str, place: str) -> Workload | Loaded:
         raise InputError(
             f"{where} is of type {_type_name(value)}. Expected an autosplit.Workload or a function that returns one. "
             f"{_suggestion(place, name, _candidates(module))}",
-            code="workload-type",
         )
     needed = required_arguments(value)
     if needed:
         raise InputError(
             f"{where} needs the arguments {', '.join(needed)}. Expected a function without required arguments. "
             "Give them defaults.",
-            code="workload-arguments",
         )
     return Loaded(where, value)
 

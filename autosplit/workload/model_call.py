@@ -89,7 +89,6 @@ def loss_of(outputs: Any) -> Tensor:
             f"The model returned a {type(outputs).__name__} without a loss or a floating-point tensor that has a "
             "gradient. Expected one of them. Pass loss_fn=(outputs, targets) -> loss, "
             "or compute_loss=(model, batch) -> loss.",
-            code="model-output-without-loss",
         )
     first, *others = (tensor.float().mean() for tensor in floating)
     return sum(others, first) / len(floating)
@@ -138,20 +137,16 @@ def training_loss(workload: Workload, model: Any, batch: Any) -> Tensor:
             advise(error, f"if the sample batch is a list of samples, pass {COLLATED}")
         raise
     if not isinstance(loss, Tensor):
-        raise WorkloadError(
-            f"The loss is a {type(loss).__name__}. Expected a tensor. Return the tensor itself.", code="loss-type"
-        )
+        raise WorkloadError(f"The loss is a {type(loss).__name__}. Expected a tensor. Return the tensor itself.")
     if not loss.requires_grad:
         raise WorkloadError(
             "The loss depends on no trainable parameter. Check requires_grad, and compute the loss outside of "
             "torch.no_grad().",
-            code="loss-without-gradient",
         )
     if loss.numel() != 1:
         raise WorkloadError(
             f"The loss is of shape {tuple(loss.shape)}. Expected a tensor of one number. "
             "Return its mean, with reduction='mean' or loss.mean().",
-            code="loss-shape",
         )
     return loss.reshape(())
 
@@ -230,7 +225,6 @@ def _refuse_unlike_arguments(workload: Workload) -> None:
             f"The sample batch is a {type(workload.sample_batch).__name__} of {count}, and {name}.forward can't be "
             f"called with it ({error}). If the last part is the targets, pass loss_fn=. Or pass a batch of the "
             f"inputs alone. If it is a list of samples, pass {COLLATED}.",
-            code="batch-arguments-differ",
         ) from None
     except ValueError:  # the function has no signature
         return
@@ -305,5 +299,4 @@ class OutsideParameters:
             f"The loss trains {counted_text(len(found), 'tensor')} outside of the model, the first of shape "
             f"{tuple(found[0].shape)}. Expected all trained parameters in the model. {INTO_THE_MODEL}. If it is not "
             "trained, call requires_grad_(False) on it.",
-            code="loss-trains-outside",
         )

@@ -35,12 +35,10 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
     if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
         raise WorkloadError(
             f"batches is {batches!r}. Expected the number of batches to draw from the loader, 1 or more.",
-            code="batches",
         )
     if not isinstance(loader, Iterable) or isinstance(loader, (Tensor, Mapping, UserDict, str)):
         raise WorkloadError(
             f"loader is a {type(loader).__name__}. Expected an iterable of batches. Pass a DataLoader.",
-            code="loader-type",
         )
     largest, most, drawn = None, (0, 0), 0
     with kept_rng(generators_of(loader)), _iterating(loader) as iterator:
@@ -55,7 +53,6 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
         raise WorkloadError(
             f"The loader yielded {drawn} batches and no sample. Expected at least one. Pass a loader over a "
             "dataset with samples, not an exhausted iterator.",
-            code="loader-empty",
         )
     return largest
 
@@ -93,14 +90,11 @@ def _extent(batch: Any, index: int, dim: int) -> tuple[int, int]:
         raise WorkloadError(
             f"{where} has a {kind}. Expected tensors with one batch dimension. Pad the samples in collate_fn and "
             "pack them inside the model.",
-            code="batch-layout",
         )
     try:
         size = batch_size_of(batch, dim, may_be_empty=True)
     except WorkloadError as error:
-        raise WorkloadError(
-            f"{where}: {error} Pad samples of different lengths in collate_fn.", code="batch-ragged"
-        ) from error
+        raise WorkloadError(f"{where}: {error} Pad samples of different lengths in collate_fn.") from error
     tensors = (leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
     held = [tensor for tensor in tensors if tensor.dim() > dim and tensor.size(dim) == size]
     return (sum(tensor.numel() for tensor in held) // size, size) if size else (0, 0)

@@ -52,7 +52,7 @@ class AmbiguousBatchError(WorkloadError):
     """
 
     def __init__(self, message: str, rows: int) -> None:
-        super().__init__(message, code="batch-ambiguous")
+        super().__init__(message)
         self.rows = rows
 
 
@@ -189,7 +189,6 @@ def batch_size_of(
         raise WorkloadError(
             f"The batch has no tensor with a dimension {dim} among {shapes_text(tree)}. Expected a tensor with the "
             f"samples in dimension {dim}. {advice}",
-            code="batch-without-dimension",
         )
     sizes = [size for size, _ in Counter(tensor.size(dim) for tensor in tensors).most_common()]
     by_rows = next((size for size in sizes if _agree(tensors, Layout(size, dim))), None)
@@ -205,14 +204,12 @@ def batch_size_of(
             "one size. If you passed a single sample, add the batch dimension with sample.unsqueeze(0). If a tensor "
             "has no rows per sample, mark it with autosplit.Whole(tensor). On one device, or with DDP, you can pass "
             "make_batch= instead.",
-            code="batch-sizes-differ",
         )
     size: int = by_rows if by_rows is not None else by_lists[0]
     if size == 0 and not may_be_empty:
         raise WorkloadError(
             f"The batch is empty: dimension {dim} of {shapes_text(tree)} has 0 samples. "
             "Expected at least 1. Pass a sample batch with real samples.",
-            code="batch-empty",
         )
     return size
 

@@ -118,28 +118,24 @@ class Workload:
         if len(given) > 1:
             raise WorkloadError(
                 f"{' and '.join(given)} are given. Expected at most one of them. Leave the others out.",
-                code="loss-arguments-together",
             )
         for name in (*given, "make_batch", "evaluate"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise WorkloadError(
                     f"{name} is {value!r}. Expected a function. Pass one, or leave the argument out.",
-                    code="function-argument",
                 )
             if isinstance(value, type) and issubclass(value, nn.Module):
                 raise WorkloadError(
                     f"{name} is the class {value.__name__}. Expected a function of outputs and targets. Pass "
                     f"an instance, {value.__name__}().",
-                    code="function-is-a-class",
                 )
         if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int) or self.batch_dim < 0:
-            raise WorkloadError(f"batch_dim is {self.batch_dim!r}. Expected a dimension, 0 or more.", code="batch-dim")
+            raise WorkloadError(f"batch_dim is {self.batch_dim!r}. Expected a dimension, 0 or more.")
         if self.step is not None and (self.evaluate is not None or "eval" in self.held):
             raise WorkloadError(
                 "Evaluation can't be planned with step=, a whole optimizer step. Expected one model and its loss. "
                 "Leave evaluate= out.",
-                code="evaluation-with-step",
             )
         self._check_models()
         self._check_checkpointing()
@@ -147,7 +143,6 @@ class Workload:
             raise WorkloadError(
                 f"sample_batch is a {type(self.sample_batch).__name__}. Expected one batch as training sees it. Pass "
                 "next(iter(loader)), or a Workload.from_loader(loader, model=model).",
-                code="sample-batch-type",
             )
         self._check_pair()
         if self.make_batch is not None:
@@ -163,13 +158,11 @@ class Workload:
                 f"loss_fn is given, but the sample batch is a {type(self.sample_batch).__name__}. Expected a pair "
                 f"(inputs, targets). Pass {COLLATED if is_list_of_samples(self.sample_batch) else pair}, or "
                 "compute_loss=(model, batch) -> loss.",
-                code="sample-batch-not-a-pair",
             )
         if self.loss_fn is not None and isinstance(self.sample_batch[1], Tensor) and self.sample_batch[1].dim() == 0:
             raise WorkloadError(
                 "The targets of the sample batch are a single number. Expected a batch of samples. To make a batch of "
                 "one sample, pass (inputs.unsqueeze(0), targets.unsqueeze(0)).",
-                code="sample-batch-unbatched",
             )
 
     def _count_made(self, make_batch: MakeBatch) -> None:
@@ -186,7 +179,6 @@ class Workload:
             raise WorkloadError(
                 f"checkpointing is {self.checkpointing!r}. Expected a Checkpointing object, which tune_best makes. "
                 "Pass checkpointing= to tune_best.",
-                code="checkpointing-in-workload",
             )
         if modules_of(self):
             self.checkpointing.check(modules_of(self))
@@ -227,7 +219,6 @@ class Workload:
         """Raise InputError, because `autosplit.workload_from_name` has replaced this method."""
         raise InputError(
             f"Workload.from_name({name!r}) was removed. Use autosplit.workload_from_name with the same arguments.",
-            code="argument-removed",
         )
 
     def _check_models(self) -> None:
@@ -235,7 +226,6 @@ class Workload:
             raise WorkloadError(
                 f"model is wrapped in {type(self.model).__name__}. Expected the model itself, which the plan wraps "
                 "later. Pass model.module.",
-                code="model-wrapped",
             )
         if isinstance(self.model, (nn.Module, tuple, list, Mapping)):
             models = Models.of(self.model)
@@ -244,20 +234,17 @@ class Workload:
                 raise WorkloadError(
                     f"model is a {type(self.model).__name__} of {[type(one).__name__ for one in models.modules]}. "
                     "Expected the model first, then the sample batch. Several nn.Modules need step=.",
-                    code="models-type",
                 )
             return
         if isinstance(self.model, torch.Tensor):
             raise WorkloadError(
                 f"model is a tensor of shape {tuple(self.model.shape)}. Expected the model first, then the sample "
                 "batch. Swap the arguments.",
-                code="model-is-tensor",
             )
         if not callable(self.model):
             raise WorkloadError(
                 f"model is {self.model!r:.80}. Expected an nn.Module, or a function that returns one. "
                 "Pass the model as the first argument.",
-                code="model-type",
             )
         if isinstance(self.model, type):
             _refuse_arguments_of(self.model)
@@ -309,7 +296,6 @@ def made_batch(workload: Workload, n: int) -> Any:
     if size not in (n, None):
         raise WorkloadError(
             f"make_batch({n}) returned {size} samples. Expected {n}. Return exactly that many.",
-            code="make-batch-size",
         )
     return batch
 
@@ -327,7 +313,6 @@ def _refuse_arguments_of(model: type) -> None:
         raise WorkloadError(
             f"model is the class {model.__name__}, which needs arguments ({error}). Expected an nn.Module. "
             f"Pass an instance, {model.__name__}(...).",
-            code="model-is-a-class",
         ) from None
     except ValueError:  # the class has no signature
         return
@@ -335,6 +320,4 @@ def _refuse_arguments_of(model: type) -> None:
 
 def _expect(name: str, value: Any, allowed: tuple[str, ...], advice: str = "") -> None:
     if value not in allowed:
-        raise WorkloadError(
-            f"{name} is {value!r}. Expected one of {', '.join(map(repr, allowed))}.{advice}", code="choice"
-        )
+        raise WorkloadError(f"{name} is {value!r}. Expected one of {', '.join(map(repr, allowed))}.{advice}")

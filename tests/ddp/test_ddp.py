@@ -118,7 +118,7 @@ class TestRankSlices:
 
     def test_counts_of_one_rank_say_nothing_of_the_others(self) -> None:
         loader = DataLoader(range(45), batch_sampler=samplers(45, (2, 6), 20)[0])
-        with raises(InputError, "count-on-one-rank", "2"):
+        with raises(InputError, "2"):
             steps(loader, batch_size=8, effective_batch_size=20, count=len)
 
     def test_the_loss_of_a_rank_is_the_mean_over_its_own_samples(self) -> None:
@@ -241,7 +241,7 @@ class TestOneProcess:
         assert model.module is plain
         with torch.no_grad():
             assert torch.equal(model(INPUTS), expected)
-        with raises(InputError, "forward-after-setup"):
+        with raises(InputError):
             model(INPUTS)
         output = model.eval()(INPUTS)
         assert torch.equal(output, expected)
@@ -267,15 +267,15 @@ class TestOneProcess:
         monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with ddp.setup(make_plan((4,))) as ctx, raises(InputError, "model-moved-after-optimizer"):
+        with ddp.setup(make_plan((4,))) as ctx, raises(InputError):
             ctx.wrap(model)
         del optimizer
 
     def test_options_that_this_ddp_does_not_have_are_named(self) -> None:
         with ddp.setup(make_plan((4,))) as ctx:
-            with raises(InputError, "fsdp-option-unknown", "not_an_option"):
+            with raises(InputError, "not_an_option"):
                 ctx.wrap(make_model(), not_an_option=1)
-            with raises(InputError, "sync-batchnorm-needs-gpu", "cpu"):
+            with raises(InputError, "cpu"):
                 ctx.wrap(make_model(), sync_batchnorm=True)
 
     @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ class TestOneProcess:
             ddp.setup().__enter__()
 
     def test_a_missing_file(self, tmp_path: Path) -> None:
-        with raises(PlanError, "plan-unreadable"):
+        with raises(PlanError):
             ddp.setup(tmp_path / "none.json").__enter__()
 
     @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ class TestOneProcess:
             if num_samples == 23:
                 ctx.batch_sampler(num_samples)
                 return
-            with raises(InputError, "batchnorm-last-forward", "1", "(1,)", "2"):
+            with raises(InputError, "1", "(1,)", "2"):
                 ctx.batch_sampler(num_samples)
             ctx.batch_sampler(num_samples, drop_last=True)
         with ddp.setup(plan) as ctx:

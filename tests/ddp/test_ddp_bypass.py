@@ -47,7 +47,7 @@ def wrapped_by_plan() -> str:
     try:
         make_plan((2, 6), 8).wrap(make_model())
     except InputError as error:
-        return error.code or ""
+        return str(error)
     return "nothing"
 
 
@@ -69,7 +69,7 @@ def test_with_cuts_autosplit_averages_the_gradients_itself(ranks):
 
 def test_plan_wrap_in_a_rank_is_an_error(ranks):
     """Code for one process, started by launch, trained two models on all samples, silently."""
-    assert found_by(ranks, "plan.wrap") == ["wrap-in-several-processes"] * 2
+    assert all("ctx.wrap" in said for said in found_by(ranks, "plan.wrap"))
 
 
 @pytest.mark.parametrize("name", LOADERS)

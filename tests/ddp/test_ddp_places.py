@@ -70,7 +70,7 @@ class TestPlaces:
 
     def test_slurm_on_several(self, monkeypatch):
         set_all(monkeypatch, {**SLURM, "SLURM_STEP_NUM_NODES": "2"})
-        with raises(InputError, "slurm-address-missing"):
+        with raises(InputError):
             place_here()
         set_all(monkeypatch, {"MASTER_ADDR": "node1", "MASTER_PORT": "1234"})
         assert place_here() == Place(2, 4, 0, None, "node1:1234")
@@ -100,7 +100,7 @@ class TestPlaces:
     def test_a_list_of_slurms_that_is_none(self, said, monkeypatch):
         where = {"SLURM_STEP_NUM_NODES": "2", "MASTER_ADDR": "node1", "SLURM_STEP_TASKS_PER_NODE": said}
         set_all(monkeypatch, {**SLURM, **where})
-        with raises(InputError, "slurm-tasks", "SLURM_STEP_TASKS_PER_NODE"):
+        with raises(InputError, "SLURM_STEP_TASKS_PER_NODE"):
             place_here()
 
     def test_a_batch_script_of_slurms_is_one_process(self, monkeypatch):
@@ -188,7 +188,7 @@ class TestRounds:
 
     def test_a_rank_0_that_never_comes(self, agents_store):
         agents_store.set("round", "an earlier one")
-        with raises(InputError, "rendezvous-timeout", "1", "2", "0"):
+        with raises(InputError, "1", "2", "0"):
             _agreed_round(agents_store, Place(1, 2), 0.3)
 
 
@@ -202,7 +202,7 @@ class TestLoopback:
     def test_of_another_machine_is_explained(self, address, monkeypatch):
         monkeypatch.setattr("socket.gethostname", lambda: "this-one")
         error = RuntimeError(REFUSED.format(address))
-        with raises(InputError, "rendezvous-loopback", "this-one") as caught:
+        with raises(InputError, "this-one") as caught:
             explain_loopback(error, Place(0, 4, 0, 2))
         assert caught.value.__cause__ is error
         assert f"received the loopback address {address} as the address" in str(caught.value)
@@ -267,9 +267,9 @@ class TestDevices:
 
     def test_a_card_that_is_not_there(self):
         plan = plan_for("cuda:0", "cuda:1")
-        with raises(DeviceError, "rank-device-absent", "cuda:1", "L4", "cuda:0 A100"):
+        with raises(DeviceError, "cuda:1", "L4", "cuda:0 A100"):
             device_for(plan, Place(1, 2, 1, 2), CARDS[:1])
-        with raises(DeviceError, "rank-device-absent", "none"):
+        with raises(DeviceError, "none"):
             device_for(plan, Place(1, 2, 1, 2), ())
 
     def test_a_processor_is_any(self):
@@ -278,7 +278,7 @@ class TestDevices:
 
     def test_an_unknown_kind(self):
         plan = make_plan((4,), device="tpu:{}")
-        with raises(PlanError, "rank-device-unknown", "'tpu:0'"):
+        with raises(PlanError, "'tpu:0'"):
             device_for(plan, Place(0, 1), ())
 
 

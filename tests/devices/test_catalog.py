@@ -180,7 +180,7 @@ def test_a_card_that_is_not_found(name, message):
 
 
 def test_the_error_on_an_unknown_gpu_has_the_row_and_the_command_that_writes_it():
-    with raises(DeviceError, "gpu-name-unknown", "`python -m autosplit doctor --save gpus.toml`") as caught:
+    with raises(DeviceError, "`python -m autosplit doctor --save gpus.toml`") as caught:
         find_card("RTX 6090")
     assert "[cards.RTX-6090]" in str(caught.value)
 
@@ -263,5 +263,5 @@ class TestCardsOfOnesOwn:
     def test_what_is_no_file_is_named(self, monkeypatch, tmp_path, place):
         path = {"missing": tmp_path / "nowhere", "folder": tmp_path, "device": "/dev/zero"}[place]
         monkeypatch.setenv("AUTOSPLIT_GPUS", str(path))
-        with raises(DeviceError, "gpu-catalog-file"):
+        with raises(DeviceError):
             gpu_catalog()

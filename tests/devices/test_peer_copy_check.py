@@ -105,7 +105,7 @@ def test_garbage_is_counted(machine):
         return copy
 
     machine(broken=[(0, 1)], arrives=flipped)
-    with raises(DeviceError, "peer-copy-broken"):
+    with raises(DeviceError):
         check_links(GPUS)
 
 
@@ -119,7 +119,7 @@ def test_memory_that_held_the_last_tensor_fools_nobody(machine):
 
     machine(broken=[(0, 1)], arrives=stale)
     for _ in range(3):
-        with raises(DeviceError, "peer-copy-broken"):
+        with raises(DeviceError):
             check_links(GPUS)
 
 

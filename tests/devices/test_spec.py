@@ -68,7 +68,7 @@ def test_parse_bytes(text, n_bytes):
     "text", ["", "GiB", "-1GiB", "1e3MiB", "1.GiB", ".5GiB", "1GIBS", "1 2GiB", "nan", "٣GiB", "9" * 5000]
 )
 def test_parse_bytes_refuses(text):
-    with raises(InputError, "size-text") as caught:
+    with raises(InputError) as caught:
         parse_bytes(text)
     assert len(str(caught.value)) < 300
 
@@ -104,20 +104,20 @@ def test_parse_reserve(value, parsed):
     "value", [-1, -0.1, 1.0, 2.5, float("nan"), float("inf"), True, "-1GiB", "100%", "-5%", "x", "", [1]]
 )
 def test_parse_reserve_refuses(value):
-    with raises(InputError, "reserve"):
+    with raises(InputError):
         parse_reserve(value)
 
 
 @pytest.mark.parametrize(("value", "size"), [(2, "2GiB or 2%"), ("10", "10GiB or 10%"), (1023, "1023GiB")])
 def test_a_reserve_whose_unit_was_forgotten_is_refused(value, size):
     """``--reserve 10`` kept ten bytes free."""
-    with raises(InputError, "reserve-without-unit", str(value), str(size)):
+    with raises(InputError, str(value), str(size)):
         parse_reserve(value)
 
 
 @pytest.mark.parametrize("value", [".99999999999999999999", "0.99999999999999999999"])
 def test_a_share_that_rounds_to_1_is_refused(value):
-    with raises(InputError, "reserve"):
+    with raises(InputError):
         parse_reserve(value)
 
 
@@ -153,7 +153,7 @@ def test_reserve_defaults():
 
 def test_reserve_that_leaves_nothing():
     device = parse_devices("cpu:1GiB")[0]
-    with raises(InputError, "reserve-too-large", "1 GiB", "cpu:0"):
+    with raises(InputError, "1 GiB", "cpu:0"):
         reserve_bytes("1GiB", device)
     assert reserve_bytes(GIB - 1, device) == GIB - 1
 
@@ -299,9 +299,9 @@ def test_numbers_are_those_of_visible_gpus(monkeypatch):
     """nn.DataParallel takes ``device_ids=[0, 2]``."""
     stand_in(monkeypatch, accelerators=lambda kind=None: Found(FakeCuda(cards("A100", "T4", "A100")), kind or "cuda"))
     assert [device.label for device in parse_devices([0, 2])] == ["cuda:0", "cuda:2"]
-    with raises(DeviceError, "gpu-not-visible", "cuda:3"):
+    with raises(DeviceError, "cuda:3"):
         parse_devices([0, 3])
-    with raises(DeviceError, "device-number", "'cuda:2'", "'cuda:0,1'"):
+    with raises(DeviceError, "'cuda:2'", "'cuda:0,1'"):
         parse_devices(2)
 
 
@@ -383,7 +383,7 @@ def test_bad_cuda_specs(machine, spec, message):
 def test_without_a_gpu(machine):
     machine("no driver", "no NVML")
     for spec in ("cuda", "cuda:0", torch.device("cuda", 0)):
-        with raises(DeviceError, "gpu-absent", "no driver"):
+        with raises(DeviceError, "no driver"):
             parse_devices(spec)
     for found in (list_devices(), parse_devices(None)):
         assert [device.label for device in found] == ["cpu"]
@@ -400,7 +400,7 @@ def test_the_real_seams_never_raise(monkeypatch):
 def test_a_gpu_that_does_not_answer(machine):
     broken = FakeCard(fails={"mem_get_info": RuntimeError("CUDA error: unspecified launch failure\nmore lines")})
     machine(FakeCuda([broken]))
-    with raises(DeviceError, "gpu-not-working") as caught:
+    with raises(DeviceError) as caught:
         parse_devices("cuda:0")
     assert "\n" not in str(caught.value)
 
@@ -439,7 +439,7 @@ def test_an_unsupported_card_is_named_when_it_is_chosen(machine):
     old = FakeCard(name="GTX 1080 Ti", capability=(6, 1), uuid="old", bus=7)
     machine(FakeCuda([*cards("RTX 3090"), old]))
     for spec in ("cuda", "cuda:1", None):
-        with raises(DeviceError, "gpu-unsupported", "1", "GTX 1080 Ti"):
+        with raises(DeviceError, "1", "GTX 1080 Ti"):
             parse_devices(spec)
     assert [device.index for device in parse_devices("cuda:0")] == [0]
 
@@ -448,7 +448,7 @@ def test_several_mig_instances_are_refused(machine, monkeypatch):
     machine(FakeCuda(cards("NVIDIA A100-SXM4-40GB MIG 1g.5gb")))
     assert len(parse_devices("cuda")) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-aaaa,MIG-bbbb")
-    with raises(DeviceError, "mig-several", "2"):
+    with raises(DeviceError, "2"):
         parse_devices("cuda")
 
 
@@ -589,7 +589,7 @@ def test_one_card_that_does_not_answer_is_left_out_where_all_are_meant(machine):
             match=r"'cuda:1' does not report .* busy or unavailable\).* autosplit does not use this device",
         ):
             assert [device.name for device in find()] == ["A", "C"]
-    with raises(DeviceError, "gpu-not-working"):
+    with raises(DeviceError):
         parse_devices("cuda:0,1")
 
 

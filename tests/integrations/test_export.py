@@ -190,13 +190,13 @@ def test_devices_that_share_a_processor_claim_no_figure():
 @pytest.mark.parametrize("to", TOOLS)
 def test_several_devices_without_ranks(to):
     plan = replace(even_plan(), ddp=DdpPlan((), 0.0, "cuda:1 can't hold a DDP rank"))
-    with raises(PlanError, "plan-without-ranks"):
+    with raises(PlanError):
         plan.export(to)
 
 
 def test_ranks_whose_ceilings_have_nothing_in_common():
     plan = ranked(uneven_plan(), (72, 24), (200, 0), 1, 96)
-    with raises(PlanError, "no-even-plan"):
+    with raises(PlanError):
         plan.export("transformers")
 
 
@@ -215,7 +215,7 @@ def test_a_simulated_plan_says_so(to):
 
 @pytest.mark.parametrize("to", STARTERS)
 def test_no_job_starts_for_simulated_gpus(to):
-    with raises(DeviceError, "plan-simulated"):
+    with raises(DeviceError):
         even_plan("sim").export(to)
 
 
@@ -311,7 +311,7 @@ def test_a_name_can_not_leave_its_comment():
         told = [line for line in text.splitlines() if "reboot" in line]
         assert told
         assert all(line.startswith("#") for line in told)
-    with raises(PlanError, "plan-value"):
+    with raises(PlanError):
         replace(even_plan(), precision=evil)
 
 
@@ -348,7 +348,7 @@ def test_several_machines():
     assert (trainer["num_nodes"], trainer["devices"]) == (2, 2)
     assert "RANKS_HERE is 2, 1" in machines(2, 1).export("transformers").text
     assert "2 machines have (2, 1) ranks" in machines(2, 1).export("torchrun", path="plan.json").notes[0]
-    with raises(PlanError, "export-machines", "(2, 1)"):
+    with raises(PlanError, "(2, 1)"):
         machines(2, 1).export("lightning")
 
 
@@ -405,7 +405,7 @@ def test_json_is_the_plan_without_what_tells_cards_apart():
 
 @pytest.mark.parametrize("to", ["", "jax", None, 3, "x" * 5000])
 def test_an_unknown_format_lists_those_that_there_are(to):
-    with raises(InputError, "export-format", str(", ".join(FORMATS))) as caught:
+    with raises(InputError, str(", ".join(FORMATS))) as caught:
         even_plan().export(to)
     assert len(str(caught.value)) < 400
 
@@ -492,7 +492,7 @@ def test_errors_are_one_line(plan_file, tmp_path, capsys, arguments, says):
 
 
 def test_a_folder_is_refused_from_python_too(tmp_path):
-    with raises(InputError, "output-is-folder"):
+    with raises(InputError):
         even_plan().export("env").save(tmp_path)
 
 
@@ -727,6 +727,6 @@ def test_a_file_that_is_there_is_replaced_only_by_force(tmp_path, capsys):
 
 def test_what_has_no_setting_for_it_is_not_exported_to():
     plan = replace(made_plan(), checkpointed=("blocks.0", "blocks.1"))
-    with raises(PlanError, "export-checkpointing", "2", "blocks.0", "'accelerate'"):
+    with raises(PlanError, "2", "blocks.0", "'accelerate'"):
         plan.export("accelerate")
     assert plan.export("json")

@@ -60,7 +60,7 @@ def test_slurm_asks_for_nodes_of_two_kinds():
 def test_a_machine_with_two_kinds_is_refused():
     plan = plan_of((2, A100))
     mixed = replace(plan, devices=(plan.devices[0], replace(plan.devices[1], name=L40S)))
-    with raises(PlanError, "export-mixed-machine", f"{A100} and {L40S}"):
+    with raises(PlanError, f"{A100} and {L40S}"):
         mixed.export("slurm")
 
 
@@ -204,7 +204,7 @@ def test_skypilots_names_of_gpus(gpu, name):
 
 
 def test_skypilot_starts_equal_machines_only():
-    with raises(PlanError, "export-skypilot-machines", "(4, 2)"):
+    with raises(PlanError, "(4, 2)"):
         plan_of((4, A100), (2, L40S)).export("skypilot")
 
 

@@ -646,7 +646,7 @@ class TestLoops:
         """The loss was divided twice, so weights were 21% off. Steps that begin with the first batch are a mixture."""
         loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
         before = shared.weights_of(loop.model)
-        with raises(InputError, "accumulated-by-hand"):
+        with raises(InputError):
             loop.steps_seldom(every, divided_by=every, begin=begin)
         assert torch.equal(shared.weights_of(loop.model), before)
 
@@ -670,7 +670,7 @@ class TestLoops:
     def test_a_backward_past_accelerate_is_refused(self, within):
         """It got no weight."""
         loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
-        with raises(InputError, "step-before-backward"):
+        with raises(InputError):
             for batch in loop.loader:
                 with loop.accelerator.accumulate(loop.model) if within else contextlib.nullcontext():
                     shared.loss_on(loop.model, batch).backward()
@@ -691,7 +691,7 @@ class TestLoops:
     def test_more_backwards_than_batches_drawn_ahead(self):
         loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
         drawn = [batch for _, batch in zip(range(3), loop.loader, strict=False)]
-        with raises(InputError, "too-many-backwards"):
+        with raises(InputError):
             for batch in drawn:
                 loop.run(batch, clips=False)
                 loop.step()
@@ -711,12 +711,12 @@ class TestLoops:
     def test_two_loaders_at_once(self):
         loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
         other = loop.accelerator.prepare(DataLoader(TEXTS, shuffle=True, collate_fn=COLLATE["bert"]))
-        with raises(InputError, "loaders-interleaved"):
+        with raises(InputError):
             first, second = iter(loop.loader), iter(other)
             for batches in (first, second, first):
                 loop.run(next(batches))
                 loop.step()
-        with raises(InputError, "loaders-interleaved"):
+        with raises(InputError):
             for batch, _ in zip(loop.loader, other, strict=True):
                 loop.run(batch)
                 loop.step()
@@ -786,7 +786,7 @@ class TestWhatTheLossIsOver:
         batches = iter(loader)
         drawn = [next(batches) for _ in range(3)]
         items = accelerator.gather(sum(batch["labels"].ne(-100).sum() for batch in drawn)).sum()
-        with raises(InputError, "num-items-in-batch"):
+        with raises(InputError):
             accelerator.backward(model(**drawn[0], num_items_in_batch=items).loss * 3)
 
     @pytest.mark.parametrize("returned", ["labels", "samples"])
@@ -825,27 +825,27 @@ class TestRefusals:
 
     def test_a_plugin_that_joins_epochs(self):
         plugin = GradientAccumulationPlugin(sync_with_dataloader=False)
-        with raises(InputError, "accelerate-sync-with-dataloader"):
+        with raises(InputError):
             make_accelerator(plan=shared.shares_plan((8,), 20), gradient_accumulation_plugin=plugin)
 
     def test_to_train_on_a_loader_without_shares(self):
         """The tool's even batches trained with unweighted losses, without a message."""
         accelerator = make_accelerator(plan=shared.shares_plan((8,), 20))
         model, optimizer, schedule, _, in_order = prepared("bert", accelerator)
-        with raises(InputError, "loader-without-split"):
+        with raises(InputError):
             error_after(accelerator, (model, optimizer, schedule, in_order, None), 20, 1)
 
     def test_shares_without_a_plan(self):
         with pytest.warns(NoPlanWarning):
             accelerator = make_accelerator()
-        with raises(InputError, "no-plan-given"):
+        with raises(InputError):
             accelerator.shares_of(DataLoader(TEXTS))
 
     @pytest.mark.parametrize("batches", [1, 4, 7, 9])
     def test_to_skip_parts_of_an_optimizer_step(self, batches):
         accelerator = make_accelerator(plan=shared.shares_plan((8,), 20))
         loader = accelerator.shares_of(DataLoader(TEXTS, collate_fn=COLLATE["bert"]))
-        with raises(InputError, "skipped-batches", str(batches)):
+        with raises(InputError, str(batches)):
             accelerator.skip_first_batches(loader, batches)
 
 

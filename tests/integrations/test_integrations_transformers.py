@@ -417,14 +417,14 @@ class TestRefusals:
                 return torch.utils.data.WeightedRandomSampler([1.0] * len(TEXTS), len(TEXTS))
 
         trainer = make_trainer("bert", shared.shares_plan((8,), 16), make_args(tmp_path), cls=Weighted)
-        with raises(InputError, "loader-sampler", "WeightedRandomSampler"):
+        with raises(InputError, "WeightedRandomSampler"):
             trainer.train()
 
     @pytest.mark.parametrize(
         ("option", "value"), [("auto_find_batch_size", True), ("train_sampling_strategy", "batch_rebalance")]
     )
     def test_arguments_that_draw_batches_of_their_own(self, tmp_path, option, value):
-        with raises(InputError, "trainer-option", str(option)):
+        with raises(InputError, str(option)):
             make_trainer("bert", shared.shares_plan((8,), 16), make_args(tmp_path, **{option: value}))
 
     @pytest.mark.parametrize(
@@ -452,7 +452,7 @@ class TestRefusals:
         assert grouped < 0.7 * mixed
 
     def test_no_arguments(self):
-        with raises(InputError, "trainer-arguments-missing"):
+        with raises(InputError):
             Trainer(shared.make_model("bert"), plan=shared.shares_plan((8,), 16))
 
 
@@ -508,5 +508,5 @@ class TestTuning:
 
     def test_a_trainer_without_data_is_refused(self, tmp_path):
         trainer = transformers.Trainer(shared.make_model("bert"), make_args(tmp_path))
-        with raises(InputError, "trainer-dataset", "NoneType"):
+        with raises(InputError, "NoneType"):
             workload(trainer)

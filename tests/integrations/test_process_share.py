@@ -70,34 +70,34 @@ class TestShare:
         plan = shared.shares_plan((7, 1), 20)
         with raises(PlanError, "world-size", "2", "s", "3"):
             share_of(plan, Place(0, 3))
-        with raises(PlanError, "plan-needs-several-processes", "2"):
+        with raises(PlanError, "2"):
             share_of(plan, Place(0, 1))
-        with raises(PlanError, "plan-without-ranks"):
+        with raises(PlanError):
             share_of(shared.shares_plan((5, 3), 20, in_one=True), Place(0, 2))
 
     def test_a_plan_for_a_sharded_model_is_refused(self):
         """The batch sizes of such a plan may run out of memory with a whole model on each rank."""
         plan = shared.shares_plan((7, 1), 20)
         plan = replace(plan, ddp=replace(plan.ddp, shard_size=2))
-        with raises(PlanError, "plan-is-for-sharded-model", "Pass a plan from autosplit.tune"):
+        with raises(PlanError, "Pass a plan from autosplit.tune"):
             share_of(plan, Place(0, 2))
 
     @pytest.mark.parametrize("world_size", [1, 2])
     def test_a_plan_for_simulated_cards_is_refused(self, world_size):
-        with raises(DeviceError, "plan-simulated"):
+        with raises(DeviceError):
             share_of(simulated_plan(), Place(0, world_size))
 
     def test_another_device_is_refused(self):
         share = made_share(0, (8,), 40)
         share.refuse_other_job(1, torch.device("cpu"), "it")
-        with raises(DeviceError, "process-device", "it", "cuda:0", "0", "8"):
+        with raises(DeviceError, "it", "cuda:0", "0", "8"):
             share.refuse_other_job(1, torch.device("cuda:0"), "it")
         made_share(1, (7, 1), 20).refuse_other_job(2, torch.device("cpu"), "it")
 
     def test_a_tool_with_other_processes_is_refused(self):
-        with raises(PlanError, "process-count", "it", "1 process", "2 processes", "2"):
+        with raises(PlanError, "it", "1 process", "2 processes", "2"):
             made_share(1, (7, 1), 20).refuse_other_job(1, torch.device("cpu"), "it")
-        with raises(PlanError, "process-count", "it", "2 processes", "1 process", "1"):
+        with raises(PlanError, "it", "2 processes", "1 process", "1"):
             made_share(0, (8,), 40).refuse_other_job(2, torch.device("cpu"), "it")
 
     def test_batchnorms_of_a_process_without_a_share_are_refused(self):
@@ -106,7 +106,7 @@ class TestShare:
         sampler = share.batch_sampler(50)
         share.refuse_uncounted_batchnorms(nn.Linear(2, 2), sampler)
         norm = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
-        with raises(InputError, "batchnorm-process-without-samples", "2", "(2, 0)"):
+        with raises(InputError, "2", "(2, 0)"):
             share.refuse_uncounted_batchnorms(norm, sampler)
         share.refuse_uncounted_batchnorms(norm, share.batch_sampler(50, drop_last=True))
 
@@ -116,7 +116,7 @@ class TestShare:
         least = {"region": replace(plan.region, least_share=2)} if in_one else {"ddp": replace(plan.ddp, least_batch=2)}
         share = share_of(replace(plan, **least), Place(0, 1 if in_one else 2))
         assert len(share.batch_sampler(8)) == 2
-        with raises(InputError, "batchnorm-last-forward", "3"):
+        with raises(InputError, "3"):
             share.batch_sampler(7)
 
     @given(
@@ -158,7 +158,7 @@ class TestFindShare:
         assert (found.place.rank, found.batch_size) == (1, 1)
 
     def test_no_path(self):
-        with raises(InputError, "plan-argument", "''"):
+        with raises(InputError, "''"):
             find_share("", parameters=None)
 
     def test_of_what_is_remembered_the_newest_that_fits(self, monkeypatch, capfd):
@@ -251,7 +251,7 @@ class TestLoader:
 
     def test_a_batch_that_can_not_be_marked_is_refused(self):
         loader = made_loader(made_share(1, (7, 1), 12), collate_fn=lambda samples: [sample["x"] for sample in samples])
-        with raises(InputError, "collator-type", "list"):
+        with raises(InputError, "list"):
             list(loader)
 
     def test_only_a_mark_is_taken_off(self):
@@ -529,7 +529,7 @@ class TestOrder:
         ],
     )
     def test_a_sampler_that_chooses_is_refused(self, options, named):
-        with raises(InputError, "loader-sampler", str(named)):
+        with raises(InputError, str(named)):
             loader_options(DataLoader(Rows(), **options), made_share(0, (8,), 16), seed=0)
 
     @pytest.mark.parametrize("draws_by", ["torch", "its own", "python", "numpy"])
@@ -579,7 +579,7 @@ class TestOrder:
         sampler = loader_options(loader, made_share(0, (8,), 16), seed=0)["batch_sampler"]
         assert sorted(one for batch in sampler for one in batch) == [*range(50)]
         sampler.set_epoch(1)
-        with raises(InputError, "sampler-repeats-samples", "Later", "1", "50"):
+        with raises(InputError, "Later", "1", "50"):
             list(sampler)
 
     @pytest.mark.parametrize("kind", ["arrays", "tensors"])
@@ -640,7 +640,7 @@ class TestWeighed:
 
     def test_a_count_that_is_none(self):
         sampler = made_share(0, (8,), 20).batch_sampler(50)
-        with raises(InputError, "count-type", "count(batch)", "None"):
+        with raises(InputError, "count(batch)", "None"):
             next(weighed(sampler, sampler, count=lambda batch: None))
 
 

@@ -381,7 +381,7 @@ class TestCalls:
 
     def test_outputs_without_the_batch_dimension(self):
         """torch.cat's IndexError named neither the output nor the dimension."""
-        with raises(WorkloadError, "outputs-dimension", "(5,)", "1"):
+        with raises(WorkloadError, "(5,)", "1"):
             wrap(Returns(lambda x: x.sum((1, 2))), 1, 3, dim=1)(torch.zeros(5, 4, 2))
 
     def test_data_parallel_function(self):
@@ -423,7 +423,7 @@ class TestOutputs:
         ],
     )
     def test_what_can_not_be_joined(self, function, what):
-        with raises(WorkloadError, "outputs-differ", str(what)):
+        with raises(WorkloadError, str(what)):
             joined(function, 1, 3)
 
 
@@ -452,7 +452,7 @@ class TestShares:
             BalancedDataParallel(bad, Echo(), ["cpu", "cpu"])
 
     def test_a_contradiction(self):
-        with raises(InputError, "gpu0-bsz-differs", "3", "4"):
+        with raises(InputError, "3", "4"):
             BalancedDataParallel(3, Echo(), ["cpu", "cpu"], split=(4, 4))
 
     def test_ceilings(self):
@@ -460,7 +460,7 @@ class TestShares:
         assert wrapped.split_of(11) == (5, 6)
         with pytest.raises(InputError):
             wrapped.split_of(12)
-        with raises(InputError, "split-above-ceiling", "0", "6", "5"):
+        with raises(InputError, "0", "6", "5"):
             wrapped.split = (6, 6)
 
 
@@ -480,12 +480,12 @@ class TestDevices:
         assert wrapped(torch.zeros(4, 2)).shape == (4, 2)
 
     def test_mixed_kinds(self):
-        with raises(DeviceError, "device-ids-mixed", "cuda"):
+        with raises(DeviceError, "cuda"):
             BalancedDataParallel(None, Echo(), ["cpu", "cuda:0"])
 
     def test_a_module_elsewhere_is_a_runtime_error_too(self):
         """nn.DataParallel raises RuntimeError, too, and user code may catch it."""
-        with raises(RuntimeError, "module-device", "weight", "meta"):
+        with raises(RuntimeError, "weight", "meta"):
             wrap(nn.Linear(2, 2, device="meta"), 2, 2)(torch.zeros(4, 2))
 
     @pytest.mark.parametrize("part", ["the first layer", "the last layer", "a buffer"])
@@ -498,7 +498,7 @@ class TestDevices:
         else:
             module[0 if part == "the first layer" else 2].to("meta")
         name = {"the first layer": "0.weight", "the last layer": "2.weight", "a buffer": "1.running_var"}[part]
-        with raises(DeviceError, "module-device", str(name)):
+        with raises(DeviceError, str(name)):
             wrapped(torch.zeros(4, 2))
         module.to_empty(device="cpu")
         assert wrapped(torch.zeros(4, 2)).shape == (4, 2)

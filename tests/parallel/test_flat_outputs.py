@@ -44,7 +44,7 @@ def test_rows_of_tokens_are_joined_in_the_order_of_the_samples(split):
 
 @pytest.mark.parametrize("split", [(3, 3), (4, 2)], ids=str)
 def test_time_first_outputs_are_refused_if_the_times_are_a_multiple_of_the_samples(split):
-    with raises(WorkloadError, "outputs-rows", "0", "output.transpose(0, 1)"):
+    with raises(WorkloadError, "0", "output.transpose(0, 1)"):
         wrap(TimeFirst(), *split)(torch.randn(6, 12, 5))
 
 
@@ -53,13 +53,13 @@ def test_a_table_with_twice_as_many_rows_as_samples_is_refused():
         def forward(self, x: Tensor) -> Tensor:
             return x.new_zeros(8, 3)
 
-    with raises(WorkloadError, "outputs-rows", "0"):
+    with raises(WorkloadError, "0"):
         wrap(Table(), 4, 4)(torch.randn(8, 6))
 
 
 def test_a_nested_tensor_is_refused():
     nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged)
-    with raises(WorkloadError, "nested-tensor", "inputs[0]"):
+    with raises(WorkloadError, "inputs[0]"):
         wrap(nn.Linear(3, 3), 1, 1)(nested)
 
 

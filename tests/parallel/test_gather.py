@@ -70,7 +70,7 @@ class TestScalars:
             joined(torch.tensor(1.0), torch.tensor(2.0), weights=weights)
 
     def test_a_scalar_beside_a_vector(self):
-        with raises(WorkloadError, "outputs-differ", "shapes"):
+        with raises(WorkloadError, "shapes"):
             joined(torch.tensor(1.0), torch.ones(2))
 
 
@@ -83,7 +83,7 @@ class TestPlainValues:
 
     @pytest.mark.parametrize("values", [(Colour.RED, Colour.BLUE), (Level.LOW, Level.HIGH), ("a", "b"), (b"a", b"b")])
     def test_what_differs_is_refused(self, values):
-        with raises(WorkloadError, "outputs-differ", "values"):
+        with raises(WorkloadError, "values"):
             joined(*values)
 
     def test_numbers_of_numpy_are_numbers(self):
@@ -98,7 +98,7 @@ class TestPlainValues:
     @pytest.mark.parametrize("shape", [(1,), (1, 1), (3,)])
     def test_arrays_are_refused_even_where_they_agree(self, shape):
         """Each replica returned an array for one sample with the same value. The result had only one sample."""
-        with raises(WorkloadError, "outputs-differ", "values"):
+        with raises(WorkloadError, "values"):
             joined(np.ones(shape), np.ones(shape))
 
 
@@ -167,12 +167,12 @@ class TestCaches:
         assert joined(caches.DynamicCache(), caches.DynamicCache()).layers == []
 
     def test_other_lengths_are_refused(self, caches):
-        with raises(WorkloadError, "outputs-differ", "shapes"):
+        with raises(WorkloadError, "shapes"):
             joined(filled(caches.DynamicCache(), 1), filled(caches.DynamicCache(), 3, length=4))
-        with raises(WorkloadError, "outputs-differ", "lengths"):
+        with raises(WorkloadError, "lengths"):
             joined(filled(caches.DynamicCache(), 1), filled(caches.DynamicCache(), 3, layers=1))
 
     def test_one_that_all_replicas_wrote_into_is_refused(self, caches):
         cache = filled(caches.DynamicCache(), 1)
-        with raises(WorkloadError, "outputs-shared-cache", "2", "DynamicCache"):
+        with raises(WorkloadError, "2", "DynamicCache"):
             joined(cache, cache)

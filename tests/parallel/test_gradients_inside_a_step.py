@@ -156,7 +156,7 @@ def test_an_optimizer_that_steps_inside_the_backward_is_refused():
         parameter.register_post_accumulate_grad_hook(update)
     step = next(steps(batches, batch_size=8, effective_batch_size=24))
     inputs = next(iter(step))
-    with raises(InputError, "update-inside-backward"):
+    with raises(InputError):
         step.backward(losses_of(module(inputs), inputs)[0])
 
 

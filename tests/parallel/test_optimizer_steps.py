@@ -147,7 +147,7 @@ class TestScheduledBatchSampler:
             ScheduledBatchSampler(*arguments)
 
     def test_bad_epoch(self) -> None:
-        with raises(InputError, "whole-number-range", "epoch", "-1"):
+        with raises(InputError, "epoch", "-1"):
             ScheduledBatchSampler(23, 4, 10).set_epoch(-1)
 
 
@@ -315,12 +315,12 @@ class TestCounting:
     @pytest.mark.parametrize("loader", [TensorDataset(torch.zeros(9, 4)), 5, None], ids=["data set", "5", "None"])
     def test_no_loader(self, loader: Any) -> None:
         """Each sample of a dataset was treated as a batch, with as many samples as features."""
-        with raises(InputError, "loader-type"):
+        with raises(InputError):
             steps(loader, batch_size=3, effective_batch_size=6)
 
     @pytest.mark.parametrize("batch", [["text"], 5, {"a": torch.tensor(1.0)}, Record])
     def test_nothing_to_count(self, batch: Any) -> None:
-        with raises(InputError, "batch-uncountable"):
+        with raises(InputError):
             next(steps([batch], batch_size=3, effective_batch_size=6))
         step = next(steps([batch], batch_size=3, effective_batch_size=6, count=lambda _: 3))
         assert step.num_samples == step.count == 3
@@ -342,9 +342,9 @@ class TestCounting:
         assert plain.num_samples == plain.count == 8
 
     def test_a_bad_count(self) -> None:
-        with raises(InputError, "count-range", "count(batch)", "-1.5"):
+        with raises(InputError, "count(batch)", "-1.5"):
             next(steps([0], batch_size=4, effective_batch_size=8, count=lambda _: -1.5))
-        with raises(InputError, "count-not-callable", "5"):
+        with raises(InputError, "5"):
             steps([0], batch_size=4, effective_batch_size=8, count=5)
 
     def test_a_schedule_is_followed_without_a_look_into_the_batch(self) -> None:
@@ -373,7 +373,7 @@ class TestMistakes:
         step = next(self.make())
         next(iter(step))
         step.backward(self.LOSS)
-        with raises(InputError, "backward-twice"):
+        with raises(InputError):
             step.backward(self.LOSS)
 
     @pytest.mark.parametrize("split", [None, (3, 1)])
@@ -392,7 +392,7 @@ class TestMistakes:
                 optimizer.zero_grad()
 
         train(lambda: None)
-        with raises(InputError, "update-between-micro-batches", "parameters were changed"):
+        with raises(InputError, "parameters were changed"):
             train(optimizer.step)
 
     @pytest.mark.parametrize("split", [None, (3, 1)])
@@ -403,7 +403,7 @@ class TestMistakes:
         """Users who moved zero_grad() into the inner loop trained on the last micro-batch only."""
         module = make_model()
         model = module if split is None else BalancedDataParallel(None, module, ["cpu", "cpu"], split=split)
-        with raises(InputError, "update-between-micro-batches", "gradients were discarded"):
+        with raises(InputError, "gradients were discarded"):
             for step in self.make():
                 for _, inputs, targets in step:
                     if when == "before the forward":
@@ -414,7 +414,7 @@ class TestMistakes:
 
     def test_no_backward_for_the_last(self) -> None:
         step = next(self.make())
-        with raises(InputError, "backward-missing"):
+        with raises(InputError):
             for number, _ in enumerate(step):
                 if number < 2:
                     step.backward(self.LOSS)
@@ -425,21 +425,21 @@ class TestMistakes:
         for _ in step:
             step.backward(self.LOSS)
             break
-        with raises(InputError, "step-left-early", "0", "1", "3"):
+        with raises(InputError, "0", "1", "3"):
             next(made)
 
     def test_a_step_never_iterated(self) -> None:
-        with raises(InputError, "step-left-early", "0", "3"):
+        with raises(InputError, "0", "3"):
             list(self.make())
 
     def test_a_step_iterated_twice(self) -> None:
         step = finish(next(self.make()))
-        with raises(InputError, "step-iterated-twice", "0"):
+        with raises(InputError, "0"):
             next(iter(step))
 
     def test_backward_outside_the_loop(self) -> None:
         step = next(self.make())
-        with raises(InputError, "step-without-batch"):
+        with raises(InputError):
             step.backward(self.LOSS)
 
     @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ class TestMistakes:
 
     @pytest.mark.parametrize(("batch_size", "effective_batch_size"), [(5, 10), (4, 12)])
     def test_a_sampler_of_other_sizes(self, batch_size: int, effective_batch_size: int) -> None:
-        with raises(InputError, "sampler-sizes"):
+        with raises(InputError):
             steps(sampled_loader(4, 10), batch_size=batch_size, effective_batch_size=effective_batch_size)
 
     @pytest.mark.filterwarnings("ignore:The data set has 3 samples, but the plan")
@@ -467,21 +467,21 @@ class TestMistakes:
             steps(loader, batch_size=4, effective_batch_size=10)
 
     def test_bad_numbers_are_refused_before_the_first_step(self) -> None:
-        with raises(InputError, "whole-number-range", "batch_size", "0"):
+        with raises(InputError, "batch_size", "0"):
             steps([], batch_size=0, effective_batch_size=4)
-        with raises(InputError, "whole-number-type", "effective_batch_size", "True"):
+        with raises(InputError, "effective_batch_size", "True"):
             steps([], batch_size=1, effective_batch_size=True)
 
     @pytest.mark.parametrize("count", [None, lambda batch: 4])
     def test_a_loader_that_ends_before_its_schedule(self, count: Any) -> None:
         loader = ShortLoader(ScheduledBatchSampler(10, 4, 10), batches=2)
         step = next(steps(loader, batch_size=4, effective_batch_size=10, count=count))
-        with raises(InputError, "loader-too-short", "2", "3", "0"):
+        with raises(InputError, "2", "3", "0"):
             finish(step)
 
     def test_a_loader_that_gives_more_than_its_schedule(self) -> None:
         loader = ShortLoader(ScheduledBatchSampler(10, 4, 10), batches=4)
-        with raises(InputError, "loader-too-long"):
+        with raises(InputError):
             for step in steps(loader, batch_size=4, effective_batch_size=10):
                 finish(step)
 

@@ -102,7 +102,7 @@ class TestPartsOfDataParallel:
 
     @pytest.mark.parametrize("place", [0, "cuda:0"])
     def test_an_output_device_of_another_kind(self, place):
-        with raises(DeviceError, "output-device", "cpu"):
+        with raises(DeviceError, "cpu"):
             BalancedDataParallel(1, nn.Identity(), ["cpu", "cpu"], place)
 
     def test_the_host_as_nn_dataparallel_writes_it(self):
@@ -166,11 +166,11 @@ class TestArguments:
     def test_a_packed_sequence(self):
         """A packed sequence of one sample was split along its time steps."""
         packed = nn.utils.rnn.pack_sequence([torch.randn(5, 2)])
-        with raises(WorkloadError, "packed-sequence"):
+        with raises(WorkloadError):
             BalancedDataParallel(1, nn.Identity(), ["cpu"] * 2)(packed)
 
     def test_more_devices_than_the_budgets_around(self):
-        with Tracker(["cpu:0"], [None]), raises(DeviceError, "budgets-device-count", "3", "1"):
+        with Tracker(["cpu:0"], [None]), raises(DeviceError, "3", "1"):
             BalancedDataParallel(1, nn.Identity(), ["cpu"] * 3)(torch.zeros(6, 2))
 
     def test_a_buffer_that_a_forward_registers(self):
@@ -196,7 +196,7 @@ def test_ceilings_bound_what_trains():
     These count graphs, and were searched only up to the effective batch.
     """
     wrapped = BalancedDataParallel(None, nn.Linear(2, 2), ["cpu"] * 2, split=(2, 4), ceilings=(3, 5))
-    with raises(InputError, "batch-above-limits", "8"):
+    with raises(InputError, "8"):
         wrapped(torch.zeros(60, 2))
     with torch.no_grad():
         assert wrapped(torch.zeros(60, 2)).shape == (60, 2)
@@ -206,5 +206,5 @@ def test_a_compiled_forward_is_refused():
     """Each replica would run the first device's forward."""
     module = nn.Linear(2, 2)
     module.forward = torch.compile(module.forward, backend="eager")
-    with raises(InputError, "module-compiled", "Linear"):
+    with raises(InputError, "Linear"):
         BalancedDataParallel(1, module, ["cpu"] * 2)

@@ -63,35 +63,32 @@ class Stream(IterableDataset[int]):
 
 
 @pytest.mark.parametrize(
-    ("loader", "code", "named"),
+    ("loader", "named"),
     [
-        (DataLoader(Stream(), batch_size=4), "dataset-without-length", "Stream"),
-        (DataLoader(DATA, batch_size=None), "loader-without-batch-size", "batch_size=None"),
+        (DataLoader(Stream(), batch_size=4), "Stream"),
+        (DataLoader(DATA, batch_size=None), "batch_size=None"),
         (
             DataLoader(DATA, batch_size=4, sampler=WeightedRandomSampler([1.0] * NUM_SAMPLES, NUM_SAMPLES)),
-            "loader-sampler",
             "WeightedRandomSampler",
         ),
     ],
 )
-def test_what_a_plan_cannot_divide_is_refused_with_the_next_step(plan, loader, code, named):
+def test_what_a_plan_cannot_divide_is_refused_with_the_next_step(plan, loader, named):
     with pytest.raises(InputError) as caught:
         plan.loader(loader)
-    assert caught.value.code == code
     assert named in str(caught.value)
-    assert "plan.steps" in str(caught.value) or code == "loader-without-batch-size"
+    assert "plan.steps" in str(caught.value) or loader.batch_size is None
 
 
 @pytest.mark.parametrize(
-    ("data", "options", "code", "named"),
+    ("data", "options", "named"),
     [
-        (iter([1, 2]), {}, "loader-data", "list_iterator"),
-        ((torch.zeros(4, 2), torch.zeros(4)), {}, "loader-data", "tuple"),
-        (DATA, {"batch_size": 10}, "loader-batches-given", "batch_size=10"),
+        (iter([1, 2]), {}, "list_iterator"),
+        ((torch.zeros(4, 2), torch.zeros(4)), {}, "tuple"),
+        (DATA, {"batch_size": 10}, "batch_size=10"),
     ],
 )
-def test_mistakes_name_the_next_step(plan, data, options, code, named):
+def test_mistakes_name_the_next_step(plan, data, options, named):
     with pytest.raises(InputError) as caught:
         plan.loader(data, **options)
-    assert caught.value.code == code
     assert named in str(caught.value)

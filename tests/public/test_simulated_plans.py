@@ -61,7 +61,7 @@ class TestEveryPlan:
 
     def test_ran_nothing_and_wraps_nothing(self, plan):
         assert (plan.simulated, plan.real_steps) == (True, 0)
-        with raises(DeviceError, "plan-simulated"):
+        with raises(DeviceError):
             plan.wrap(nn.Linear(2, 2))
 
     def test_is_its_fastest_trial(self, plan):

@@ -195,16 +195,16 @@ def test_with_an_effective_batch_another_sampler_may_go_on():
 
 def test_a_state_of_other_batches_is_refused():
     state = a_plan().token_sampler(LENGTHS).state_dict()
-    with raises(InputError, "sampler-state-differs"):
+    with raises(InputError):
         a_plan().token_sampler([*LENGTHS[:-1], 16]).load_state_dict(state)
-    with raises(InputError, "sampler-state-differs"):
+    with raises(InputError):
         a_plan((4, 2)).token_sampler(LENGTHS).load_state_dict(state)
 
 
 def test_a_state_of_batches_of_like_length_is_no_other_samplers():
     """The other sampler used other samples. Some would have come twice, and others never."""
     state = a_plan().token_sampler(LENGTHS, shuffle=True).state_dict()
-    with raises(InputError, "sampler-state-differs"):
+    with raises(InputError):
         a_plan().batch_sampler(101, shuffle=True).load_state_dict(state)
 
 
@@ -228,13 +228,13 @@ def test_one_number_for_trainers_that_want_one():
 
 def test_what_it_can_not_do_is_refused():
     plan = a_plan()
-    with raises(InputError, "length-above-plan", "17", "16"):
+    with raises(InputError, "17", "16"):
         plan.token_sampler([3, 17])
-    with raises(PlanError, "plan-without-lengths"):
+    with raises(PlanError):
         make_plan((4,)).token_sampler([3])
-    with raises(PlanError, "plan-without-lengths"):
+    with raises(PlanError):
         _ = make_plan((4,)).max_tokens
-    with raises(InputError, "batchnorm-with-lengths", "2"):
+    with raises(InputError, "2"):
         plan.token_sampler([3]).refuse_single_samples(plan.split, 2)
 
 

@@ -117,6 +117,6 @@ def test_a_loss_of_another_model_than_the_one_it_is_given_is_refused(devices):
     """The plan was made without an error, but the copy was never trained."""
     model = net()
     before = everything_of(model)
-    with raises(WorkloadError, "no-gradient"):
+    with raises(WorkloadError):
         tune(model, batch(), compute_loss=lambda _, one: F.cross_entropy(model(one[0]), one[1]), devices=devices)
     assert_untouched(before, model)

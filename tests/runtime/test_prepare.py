@@ -244,7 +244,7 @@ def test_a_model_without_memory_is_planned_for_cards_and_refused_here():
     with torch.device("meta"):
         model = net()
     assert tune(small(model), devices="sim:RTX3090", max_batch_size=8, n_trials=2, profile="off").batch_size == 8
-    with raises(WorkloadError, "meta-parameter"):
+    with raises(WorkloadError):
         tune(small(model), devices="cpu:1MiB", max_batch_size=8, profile="off")
 
 

@@ -100,13 +100,13 @@ def test_errors_arrive_as_what_they_are(start, capfd):
 
 @pytest.mark.slow
 def test_a_death_before_the_first_step_is_no_lack_of_memory(start):
-    with raises(AutosplitError, "isolated-process-not-started") as told:
+    with raises(AutosplitError) as told:
         start(dead_on_arrival).peaks(rank(4))
     assert not isinstance(told.value, OutOfMemoryError)
 
 
 def test_what_can_not_be_sent_is_refused():
-    with raises(InputError, "workload-not-picklable"):
+    with raises(InputError):
         tune(small(loss_fn=lambda y, _: y.mean()), devices="cpu:1MiB", isolate=True, profile="off")
 
 
@@ -237,7 +237,7 @@ def test_one_that_dies_of_anything_is_not_started_for_ever(runtime):
     for n in (8, 4):
         with pytest.raises(StepLostError):
             apart.peaks(rank(n))
-    with raises(AutosplitError, "isolated-process-dies", "3") as caught:
+    with raises(AutosplitError, "3") as caught:
         apart.peaks(rank(2))
     assert not isinstance(caught.value, OutOfMemoryError)
 
@@ -362,7 +362,7 @@ def test_hanging_ends_with_the_time_limit(runtime):
     for n in (64, 63):
         with pytest.raises(StepLostError):
             apart.peaks(rank(n))
-    with raises(AutosplitError, "isolated-process-hangs", "3"):
+    with raises(AutosplitError, "3"):
         apart.peaks(rank(62))
 
 
@@ -531,6 +531,6 @@ def test_a_workload_that_always_dies_is_told_of(end):
 
 @pytest.mark.slow
 def test_hanging_steps_end_with_the_time_limit(only_hanging_takes_time):
-    with raises(AutosplitError, "isolated-process-hangs", "The time limit is over and 5 steps have hung"):
+    with raises(AutosplitError, "The time limit is over and 5 steps have hung"):
         tune(partial(deadly, "hang", 40), **ARGUMENTS, time_limit_s=20)
     assert only_hanging_takes_time.monotonic() < 30

@@ -278,7 +278,7 @@ class TestErrors:
     def test_meta_is_for_simulated_devices(self):
         with torch.device("meta"):
             model = net()
-        with raises(WorkloadError, "meta-parameter", "0.weight"):
+        with raises(WorkloadError, "0.weight"):
             training_copy(workload(model))
 
     @pytest.mark.parametrize("given", [torch.optim.LBFGS, lambda p: torch.optim.LBFGS(p, max_iter=2), "live"])
@@ -286,7 +286,7 @@ class TestErrors:
         """LBFGS.step() was called without its closure, and torch's TypeError blamed the user's code."""
         model = net()
         optimizer = torch.optim.LBFGS(model.parameters()) if given == "live" else given
-        with raises(WorkloadError, "optimizer-closure", "LBFGS"):
+        with raises(WorkloadError, "LBFGS"):
             training_copy(workload(model, optimizer=optimizer), mode=mode)
 
     def test_the_users_own_error_is_shown(self):
@@ -383,7 +383,7 @@ class TestCustomSteps:
 
     def test_has_no_forward_of_its_own(self):
         trainee = training_copy(self.gan())
-        with raises(WorkloadError, "evaluation-with-step"):
+        with raises(WorkloadError):
             trainee.evaluate(trainee.models, trainee.batch(2))
 
 
@@ -565,7 +565,7 @@ def test_bucket_bytes():
 def test_a_model_whose_layers_have_no_shape_yet_is_refused_by_name(mode):
     """The error gave advice about a torch method that autosplit had called."""
     model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 3))
-    with raises(WorkloadError, "lazy-parameter", "0.weight"):
+    with raises(WorkloadError, "0.weight"):
         training_copy(workload(model), mode=mode)
     model(BATCH[0])
     assert len(training_copy(workload(model), mode=mode).parameters()) == 4

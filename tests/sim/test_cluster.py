@@ -42,33 +42,31 @@ def test_a_single_node_needs_no_rate():
 
 
 @pytest.mark.parametrize(
-    ("spec", "code"),
+    "spec",
     [
-        ("cuda:4x(8xA100-80GB)@EDR", "cluster-spec"),
-        ("sim:4x(8xA100-80GB", "cluster-spec"),
-        ("sim:4x(8xA100-80GB))@EDR", "cluster-spec"),
-        ("sim:4x(8xA100-80GB)L4@EDR", "cluster-rate"),
-        ("sim:4x(8xA100-80GB)2x(L4)@EDR", "cluster-spec"),
-        ("sim:4x(8xA100-80GB)@100", "cluster-rate"),
-        ("sim:4x(8xA100-80GB)@ABC", "cluster-rate"),
-        ("sim:4x(8xA100-80GB)@0Gbps", "cluster-rate"),
-        ("sim:4x(8xA100-80GB)", "cluster-network"),
-        ("sim:0x(8xA100-80GB)@EDR", "cluster-count"),
-        ("sim:9999999x(8xA100-80GB)@EDR", "cluster-count"),
-        ("sim:2x(8xA100-8GB)@EDR", "gpu-name-unknown"),
-        ("sim:2x()@EDR", "sim-item-without-gpu"),
+        "cuda:4x(8xA100-80GB)@EDR",
+        "sim:4x(8xA100-80GB",
+        "sim:4x(8xA100-80GB))@EDR",
+        "sim:4x(8xA100-80GB)L4@EDR",
+        "sim:4x(8xA100-80GB)2x(L4)@EDR",
+        "sim:4x(8xA100-80GB)@100",
+        "sim:4x(8xA100-80GB)@ABC",
+        "sim:4x(8xA100-80GB)@0Gbps",
+        "sim:4x(8xA100-80GB)",
+        "sim:0x(8xA100-80GB)@EDR",
+        "sim:9999999x(8xA100-80GB)@EDR",
+        "sim:2x(8xA100-8GB)@EDR",
+        "sim:2x()@EDR",
     ],
 )
-def test_a_wrong_spec_is_named(spec, code):
-    with pytest.raises(DeviceError) as raised:
+def test_a_wrong_spec_is_refused(spec):
+    with pytest.raises(DeviceError):
         parse_cluster(spec)
-    assert raised.value.code == code
 
 
 def test_other_commands_refuse_a_cluster():
-    with pytest.raises(DeviceError) as raised:
+    with pytest.raises(DeviceError, match="cluster"):
         parse_devices("sim:4x(8xA100-80GB)@100Gbps")
-    assert raised.value.code == "devices-cluster"
 
 
 def test_the_first_nodes_are_those_of_the_first_groups():

@@ -105,9 +105,8 @@ def test_max_batch_size_limits_a_forward():
 
 def test_fewer_samples_than_ranks_do_not_fit():
     cluster = parse_cluster("sim:4x(8xA100-80GB)@EDR")
-    with pytest.raises(DoesNotFitError) as raised:
+    with pytest.raises(DoesNotFitError):
         scaled(cluster, kinds_of(cluster, 0.001), effective_batch_size=31)
-    assert raised.value.code == "cluster-does-not-fit"
     with pytest.raises(DoesNotFitError):
         scaled(cluster, kinds_of(cluster, 0.001), effective_batch_size=63, least_batch=2)
 
@@ -245,26 +244,25 @@ def test_compare_takes_clusters_next_to_machines():
 
 
 @pytest.mark.parametrize(
-    ("options", "code"),
+    "options",
     [
-        ({"strategy": "balanced"}, "cluster-option"),
-        ({"precision": "none,bf16"}, "cluster-option"),
-        ({"effective_batch_size": (64, 128)}, "cluster-option"),
-        ({"checkpointing": "auto"}, "cluster-option"),
-        ({"max_batch_size": -1}, "whole-number-range"),
-        ({"samples": 0}, "whole-number-range"),
+        {"strategy": "balanced"},
+        {"precision": "none,bf16"},
+        {"effective_batch_size": (64, 128)},
+        {"checkpointing": "auto"},
+        {"max_batch_size": -1},
+        {"samples": 0},
     ],
 )
-def test_options_that_clusters_cannot_use_are_refused_before_anything_runs(options, code):
-    with pytest.raises(InputError) as raised:
+def test_options_that_clusters_cannot_use_are_refused_before_anything_runs(options):
+    (name,) = options
+    with pytest.raises(InputError, match=name):
         autosplit.compare(None, devices=["sim:2x(L4)@EDR"], **options)
-    assert raised.value.code == code
 
 
 def test_the_same_cluster_twice_is_refused():
-    with pytest.raises(InputError) as raised:
+    with pytest.raises(InputError, match="once"):
         autosplit.compare(None, devices=["sim:2x(L4)@EDR", " sim:2x(L4)@EDR"])
-    assert raised.value.code == "machines-twice"
 
 
 def test_the_command_prints_the_scaling_and_the_hours(tmp_path, monkeypatch, capsys):

@@ -45,7 +45,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("text", ["r=0", "r=x", "rank=4", "r=4,r=8", "dropout=1", "quantize=int3", "targets=", ""])
 def test_wrong_settings_are_refused(text):
-    with raises(InputError, "lora-settings"):
+    with raises(InputError):
         Lora.of(text)
 
 
@@ -100,7 +100,7 @@ def test_the_command_line_takes_both_options(tiny, capsys):
 
 
 def test_layers_that_do_not_exist_are_refused(tiny):
-    with raises(WorkloadError, "lora-targets", "all-linear"):
+    with raises(WorkloadError, "all-linear"):
         workload_from_name(tiny, lora="targets=nowhere")
 
 
@@ -111,7 +111,7 @@ def test_a_missing_peft_names_the_command(tiny, monkeypatch):
 
 
 def test_an_image_classifier_takes_no_adapters():
-    with raises(InputError, "model-options-unused"):
+    with raises(InputError):
         workload_from_name("torchvision:resnet18", lora="r=4")
 
 

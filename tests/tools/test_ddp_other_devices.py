@@ -81,7 +81,7 @@ def test_other_numbers_of_gpus_keep_the_effective_batch(devices: tuple[RankDevic
 
 
 def test_an_unknown_gpu_is_refused() -> None:
-    with raises(DeviceError, "device-not-measured", "Rank 1 has the device New", "only has measurements of Fast, Slow"):
+    with raises(DeviceError, "Rank 1 has the device New", "only has measurements of Fast, Slow"):
         plan_for_devices(gpu_plan(), [FAST, RankDevice("cuda:0", "New")])
 
 
@@ -91,12 +91,12 @@ def test_a_cpu_is_found_by_its_budget() -> None:
     plan = replace(plan, devices=smaller)
     cpus = [RankDevice("cpu", "cpu", budget_bytes=n) for n in (2**20, 2**21)]
     assert plan_for_devices(plan, cpus).split == (1, 3)
-    with raises(DeviceError, "device-not-measured", "only has measurements of cpu with 2 MiB, cpu with 1 MiB"):
+    with raises(DeviceError, "only has measurements of cpu with 2 MiB, cpu with 1 MiB"):
         plan_for_devices(plan, [RankDevice("cpu", "cpu"), cpus[0]])
 
 
 def test_a_step_that_can_not_be_kept_is_refused() -> None:
-    with raises(PlanError, "plan-for-other-devices", "72 samples", "(Fast)"):
+    with raises(PlanError, "72 samples", "(Fast)"):
         plan_for_devices(gpu_plan(accumulates=False, max_batch_size=18), [FAST])
-    with raises(PlanError, "plan-for-other-devices", "no time model"):
+    with raises(PlanError, "no time model"):
         plan_for_devices(replace(gpu_plan(), fit=None), [FAST])

@@ -707,9 +707,9 @@ class TestRefusals:
 
     def test_a_model_is_shared_out_once(self, ctx):
         model = sharded(ctx)
-        with raises(InputError, "fsdp-model", "is"):
+        with raises(InputError, "is"):
             ctx.shard(model)
-        with raises(InputError, "fsdp-model", "is"):
+        with raises(InputError, "is"):
             ctx.shard(nn.Sequential(model))
 
     def test_tied_layers_may_be_left_with_the_model(self, ctx):

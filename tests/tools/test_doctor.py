@@ -103,7 +103,7 @@ class TestProblems:
         assert problems[0].problem.endswith("arrived as zeros. Turn off the IOMMU.")
 
     def test_simulated_cards_are_refused(self):
-        with raises(DeviceError, "devices-simulated"):
+        with raises(DeviceError):
             examine("sim:RTX3090")
 
 
@@ -131,7 +131,7 @@ class TestCards:
         new = replace(CARD, name="NVIDIA GeForce RTX 6090", catalogue=None, usual_link_gb_per_s=None)
         monkeypatch.setattr(doctor, "examine", lambda *_, **__: examined(new))
         monkeypatch.chdir(tmp_path)
-        with raises(DeviceError, "gpu-name-unknown") as caught:
+        with raises(DeviceError) as caught:
             parse_devices("sim:2xRTX 6090")
         command = re.search("`python -m autosplit (doctor .*?)`", str(caught.value))[1]
         assert main(command.split()) == 0
@@ -139,7 +139,7 @@ class TestCards:
         assert [device.spec.rates[:8] for device in parse_devices("sim:2xRTX 6090")] == ["measured"] * 2
 
     def test_a_machine_without_cards_has_none_to_keep(self):
-        with raises(DeviceError, "no-accelerator"):
+        with raises(DeviceError):
             cards_toml(replace(examined(CARD), kind="cpu"))
 
 

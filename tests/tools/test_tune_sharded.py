@@ -84,7 +84,7 @@ class TestModelsThatDoNotFit:
         assert not plan.ddp.measured
         assert plan.path is None
         assert Plan.from_json(plan.to_json()) == plan
-        with raises(DeviceError, "plan-simulated"), ddp.setup(plan):
+        with raises(DeviceError), ddp.setup(plan):
             pass
 
     def test_the_reserve_counts_once(self):
@@ -94,11 +94,11 @@ class TestModelsThatDoNotFit:
         assert plan.ddp.ranks[0].peak_bytes == sharded(FITS_NOT).ddp.ranks[0].peak_bytes
 
     def test_an_effective_batch_that_does_not_fit(self):
-        with raises(PlanError, "sharded-plan-does-not-fit"):
+        with raises(PlanError):
             sharded("80MiB")
 
     def test_a_cpu_can_not_be_simulated(self):
-        with raises(DoesNotFitError, "sharded-on-cpu", "take 64 MiB, and cpu:0 has 60 MiB"):
+        with raises(DoesNotFitError, "take 64 MiB, and cpu:0 has 60 MiB"):
             tune_sharded(make_workload, devices="cpu:60MiB,cpu:60MiB", layers=Layer, effective_batch_size=64)
 
 
@@ -172,7 +172,7 @@ class TestParamDtype:
 
 class TestRefusals:
     def test_an_option_that_does_not_apply(self):
-        with raises(InputError, "sharded-option", "strategy="):
+        with raises(InputError, "strategy="):
             tune_sharded(make_workload, devices="sim:2xRTX3090", strategy="balanced")
 
     @pytest.mark.parametrize(
@@ -180,39 +180,37 @@ class TestRefusals:
     )
     def test_an_unknown_keyword(self, option, meant):
         """It may be misspelled from an argument of tune_sharded or of tune."""
-        with raises(ArgumentError, "argument-unknown", f"{option}= is not", "tune_sharded()", meant):
+        with raises(ArgumentError, f"{option}= is not", "tune_sharded()", meant):
             tune_sharded(make_workload, **{option: 2})
 
     @pytest.mark.parametrize("dtype", ["bf16", torch.int8, torch.float8_e4m3fn, float])
     def test_a_param_dtype_that_can_not_be_trained(self, dtype):
-        with raises(InputError, "sharded-param-dtype", "Expected a floating-point dtype"):
+        with raises(InputError, "Expected a floating-point dtype"):
             tune_sharded(make_workload, devices="sim:2xRTX3090", param_dtype=dtype)
 
     def test_a_number_of_ranks_to_reshard_to(self):
         """FSDP2 takes this number, and then keeps larger shards after the forward. The prediction lacks them."""
-        with raises(InputError, "sharded-reshard", "reshard_after_forward is 2"):
+        with raises(InputError, "reshard_after_forward is 2"):
             tune_sharded(make_workload, devices="sim:4xRTX3090", reshard_after_forward=2)
 
     @pytest.mark.parametrize("size", [0, 3, "2", True, 2.0])
     def test_a_shard_size_is_refused_before_the_tuning(self, size, monkeypatch):
         monkeypatch.setattr("autosplit.tools.tune_sharded._whole_plan", pytest.fail)
-        with raises(InputError, "shard-size", f"shard_size is {size!r}. Expected one of [2]"):
+        with raises(InputError, f"shard_size is {size!r}. Expected one of [2]"):
             sharded("1GiB", shard_size=size)
 
     @pytest.mark.parametrize("layers", ["Layer", [Layer], (Layer, "Layer"), make_model(), 3])
     def test_layers_that_are_no_class(self, layers):
-        with raises(InputError, "fsdp-layers", "Pass the class itself"):
+        with raises(InputError, "Pass the class itself"):
             sharded("1GiB", layers=layers)
 
     def test_a_function_of_layers_that_raises(self):
-        with raises(UserCodeError, "user-code", "layers raised ZeroDivisionError"):
+        with raises(UserCodeError, "layers raised ZeroDivisionError"):
             sharded("1GiB", layers=lambda _: 1 / 0)
 
     def test_lazy_parameters(self):
         model = nn.Sequential(nn.LazyLinear(SIZE))
-        with raises(
-            InputError, "fsdp-model", "has lazy parameters, which have no shape until the model has run once: 0.weight"
-        ):
+        with raises(InputError, "has lazy parameters, which have no shape until the model has run once: 0.weight"):
             tune_sharded(model, torch.randn(4, SIZE), devices="sim:2xRTX3090")
 
     @pytest.mark.parametrize("given", ["workload", "keyword"])
@@ -223,38 +221,38 @@ class TestRefusals:
             "workload": ((replace(workload, optimizer=optimizer),), {}),
             "keyword": ((workload.model, workload.sample_batch, workload.loss_fn), {"optimizer": optimizer}),
         }[given]
-        with raises(InputError, "sharded-optimizer", "The optimizer is a SGD object"):
+        with raises(InputError, "The optimizer is a SGD object"):
             tune_sharded(*what, devices="sim:2xRTX3090", param_dtype=torch.bfloat16, **options)
 
     def test_a_plan_by_its_path(self):
-        with raises(InputError, "sharded-plan-type", "plan is 'plan.json'. Expected a Plan"):
+        with raises(InputError, "plan is 'plan.json'. Expected a Plan"):
             tune_sharded(make_workload, plan="plan.json")
 
     @pytest.mark.parametrize("option", [{"devices": "sim:4xRTX3090"}, {"reserve": 0.1}, {"effective_batch_size": 8}])
     def test_an_option_that_a_given_plan_would_ignore(self, option):
-        with raises(InputError, "sharded-plan-option", f"{next(iter(option))}=", "was passed with plan="):
+        with raises(InputError, f"{next(iter(option))}=", "was passed with plan="):
             tune_sharded(make_workload, plan=shares_plan((8, 8), 64), **option)
 
     def test_a_job(self, monkeypatch):
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
             monkeypatch.setenv(name, value)
-        with raises(InputError, "sharded-in-a-job"):
+        with raises(InputError):
             tune_sharded(make_workload, devices="sim:2xRTX3090")
 
     def test_several_models(self):
         models = (make_model(), make_model())
         optimizers = [torch.optim.SGD(model.parameters()) for model in models]
         workload = Workload(models, torch.randn(4, SIZE), step=lambda *_: None, optimizer=optimizers)
-        with raises(InputError, "sharded-model", "The model is a tuple"):
+        with raises(InputError, "The model is a tuple"):
             tune_sharded(workload, devices="sim:2xRTX3090")
 
     def test_one_device(self):
-        with raises(PlanError, "shard-ranks", "a single rank"):
+        with raises(PlanError, "a single rank"):
             tune_sharded(make_workload, devices="sim:RTX3090", layers=Layer, effective_batch_size=64)
 
     def test_the_users_own_error(self):
         def broken() -> Workload:
             raise ValueError("no data")
 
-        with raises(UserCodeError, "user-code", "no data"):
+        with raises(UserCodeError, "no data"):
             tune_sharded(broken, devices="sim:2xRTX3090")

@@ -149,14 +149,14 @@ class TestWrong:
             measure(devices=TWO, **options)
 
     def test_a_batchnorm_needs_two(self):
-        with raises(InputError, "batchnorm-least-samples", "2"):
+        with raises(InputError, "2"):
             measure(small(), devices=TWO, split=(3, 1))
 
     def test_a_loss_over_the_batch_has_one_forward_and_no_ranks(self):
         workload = with_loss(loss_scope="batch")
-        with raises(WorkloadError, "accumulation-not-possible", "2"):
+        with raises(WorkloadError, "2"):
             measure(workload, devices=TWO, split=(4, 4), accumulation_steps=2)
-        with raises(WorkloadError, "no-ddp-plan"):
+        with raises(WorkloadError):
             measure(workload, devices=TWO, split=(4, 4), strategy="ddp")
 
     def test_what_the_model_raises_is_the_users(self):

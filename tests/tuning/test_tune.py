@@ -299,11 +299,11 @@ class TestBatchNorms:
 
     @pytest.mark.parametrize(("effective", "most"), [(5, 2), (7, 3)])
     def test_where_there_is_no_other_the_sizes_are_named(self, effective, most):
-        with raises(DoesNotFitError, "split-not-possible"):
+        with raises(DoesNotFitError):
             quick(small(), "cpu", effective_batch_size=effective, max_batch_size=most)
 
     def test_nor_a_last_forward_of_one_for_a_rank(self):
-        with raises(DoesNotFitError, "no-ddp-plan"):
+        with raises(DoesNotFitError):
             quick(small(), "sim:2xRTX3090", strategy="ddp", effective_batch_size=5, max_batch_size=4)
 
     @pytest.mark.parametrize("second", ["17KiB", slow("20KiB")])
@@ -583,7 +583,7 @@ class TestStateGuard:
 
     def test_nor_does_an_optimizer_that_does_not_fit_the_model(self, live):
         other = replace(live.workload, optimizer=lambda parameters: 3)
-        with raises(WorkloadError, "optimizer-factory"):
+        with raises(WorkloadError):
             quick(other, "cpu")
         live.check()
 
@@ -742,11 +742,11 @@ class TestPrecision:
 
     @pytest.mark.parametrize("source", [small, small()], ids=["function", "workload"])
     def test_an_unknown_one_is_refused(self, source):
-        with raises(WorkloadError, "precision", "'fp8'"):
+        with raises(WorkloadError, "'fp8'"):
             quick(source, "sim:1xRTX3090", precision="fp8")
 
     def test_the_users_function_is_still_checked(self):
-        with raises(WorkloadError, "workload-function", "int"):
+        with raises(WorkloadError, "int"):
             quick(lambda: 3, "cpu", precision="bf16")
 
 
@@ -810,11 +810,11 @@ class TestDdpStrategy:
         assert min(plan.split) >= plan.ddp.least_batch == 2  # BatchNorm cannot train on fewer
 
     def test_a_device_too_small_for_a_rank(self):
-        with raises(DoesNotFitError, "no-ddp-plan"):
+        with raises(DoesNotFitError):
             quick(small(), "sim:1xRTX3090+1xRTX3090@5KiB", strategy="ddp", effective_batch_size=32)
 
     def test_fewer_samples_than_ranks(self):
-        with raises(DoesNotFitError, "no-ddp-plan"):
+        with raises(DoesNotFitError):
             quick(small(), "sim:4xRTX3090", strategy="ddp", effective_batch_size=4)
 
     def test_a_loss_over_the_batch(self):
@@ -877,7 +877,7 @@ class TestSingleForward:
         assert "\n" not in str(caught.value)
 
     def test_a_bound_below_the_step_is_refused(self, make):
-        with raises(WorkloadError, "forward-too-small", "8"):
+        with raises(WorkloadError, "8"):
             quick(make(), "sim:2xRTX3090", effective_batch_size=64, max_batch_size=8)
 
 
@@ -1041,9 +1041,9 @@ class TestErrors:
         plan = quick(small(), SIM, effective_batch_size=64, n_trials=5, sampler=optuna.samplers.RandomSampler(seed=3))
         assert len(plan.trials) == 5
         for odd in ("tpe", optuna.samplers.RandomSampler):  # the class was a TypeError from within Optuna
-            with raises(InputError, "sampler-type"):
+            with raises(InputError):
                 quick(small(), SIM, sampler=odd)
-        with raises(InputError, "progress", "5"):
+        with raises(InputError, "5"):
             quick(small(), SIM, progress=5)
 
 

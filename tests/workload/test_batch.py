@@ -180,20 +180,20 @@ class TestBatchSize:
         assert batch_size_of((torch.zeros(16, 5, 3), torch.zeros(16, 5)), dim=1) == 5
 
     def test_disagreement(self):
-        with raises(WorkloadError, "batch-sizes-differ"):
+        with raises(WorkloadError):
             batch_size_of((rows(4), rows(5, 7)))
 
     def test_targets_of_another_number(self):
-        with raises(WorkloadError, "batch-sizes-differ"):
+        with raises(WorkloadError):
             batch_size_of((rows(4), torch.arange(5)))
 
     def test_empty(self):
-        with raises(WorkloadError, "batch-empty", "0"):
+        with raises(WorkloadError, "0"):
             batch_size_of({"x": torch.zeros(0, 3)})
 
     @pytest.mark.parametrize("batch", [(), {}, None, "text", torch.tensor(1.0), [None, 3], (Whole(torch.zeros(3)),)])
     def test_nothing_to_split(self, batch):
-        with raises(WorkloadError, "batch-without-dimension", "0"):
+        with raises(WorkloadError, "0"):
             batch_size_of(batch)
 
     def test_errors_are_one_line(self):

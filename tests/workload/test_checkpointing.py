@@ -57,9 +57,9 @@ def test_those_of_transformers_are_found_by_themselves():
 
 
 def test_a_model_that_has_none_is_refused():
-    with raises(WorkloadError, "checkpointing-no-layer", "'Tower'", "ModuleDict"):
+    with raises(WorkloadError, "'Tower'", "ModuleDict"):
         Checkpointing(("Tower",), 1).names_in(stack())
-    with raises(WorkloadError, "checkpointing-no-layer"):
+    with raises(WorkloadError):
         Checkpointing(("auto",), 1).names_in(stack())
 
 
@@ -67,5 +67,5 @@ def test_a_model_that_checkpoints_them_already_is_refused():
     model = stack(TheirLayer)
     for layer in model["body"]:
         layer.gradient_checkpointing = True
-    with raises(WorkloadError, "checkpointing-already"):
+    with raises(WorkloadError):
         Checkpointing(("auto",), 2).names_in(model)

@@ -67,7 +67,7 @@ def test_a_function_is_returned_uncalled(write):
 
 def test_a_function_that_returns_something_else(write):
     function = load_workload(write("def workload():\n    return 3"))
-    with raises(InputError, "workload-function", "int"):
+    with raises(InputError, "int"):
         function()
 
 
@@ -152,20 +152,20 @@ def test_a_path_that_is_no_python_file_is_answered_with_the_nearest(write, tmp_p
 
 @pytest.mark.parametrize("name", ["", "my-name", "3"])
 def test_a_name_that_is_none(write, name):
-    with raises(InputError, "workload-name"):
+    with raises(InputError):
         load_workload(f"{write('')}:{name}")
 
 
 def test_a_missing_name_lists_what_there_is(write):
     path = write(f"{HEAD}big = {MADE}\ndef wrkload():\n    return {MADE}\ndef _own(): ...\ndef needs(a): ...")
-    with raises(InputError, "workload-missing", "'workload'"):
+    with raises(InputError, "'workload'"):
         load_workload(path)
-    with raises(InputError, "workload-missing", "'zzz'"):
+    with raises(InputError, "'zzz'"):
         load_workload(f"{path}:zzz")
 
 
 def test_a_file_with_nothing_to_tune(write):
-    with raises(InputError, "workload-missing", "'workload'"):
+    with raises(InputError, "'workload'"):
         load_workload(write("x = 1"))
 
 
@@ -174,12 +174,12 @@ def test_a_file_with_nothing_to_tune(write):
     [("torch.nn.Linear(1, 1)", "Linear"), ("torch.nn.Linear", "class"), ("3", "int"), ("None", "NoneType")],
 )
 def test_something_else(write, value, kind):
-    with raises(InputError, "workload-type", str(kind)):
+    with raises(InputError, str(kind)):
         load_workload(write(f"{HEAD}workload = {value}"))
 
 
 def test_a_function_that_needs_arguments(write):
-    with raises(InputError, "workload-arguments", "width, depth"):
+    with raises(InputError, "width, depth"):
         load_workload(write("def workload(width, depth, *rest, heads=4, **more): ..."))
 
 
@@ -187,13 +187,13 @@ def test_a_file_beside_one_of_another_ending_does_not_run(tmp_path, monkeypatch)
     """``tune train.txt`` was read as ``txt`` in the module train. It ran train.py before it reported an error."""
     (tmp_path / "trained_beside.py").write_text("raise SystemExit('it ran')")
     monkeypatch.chdir(tmp_path)
-    with raises(InputError, "module-missing", "trained_beside.txt"):
+    with raises(InputError, "trained_beside.txt"):
         load_workload("trained_beside.txt")
 
 
 @pytest.mark.parametrize("spec", ["no_such_module_here", "no_such_module_here.train:workload", "json.no_such_part"])
 def test_a_missing_module(spec):
-    with raises(InputError, "module-missing", str(spec.split(":")[0])):
+    with raises(InputError, str(spec.split(":")[0])):
         load_workload(spec)
 
 

@@ -31,7 +31,7 @@ def test_a_sample_batch_is_counted_where_small_batches_grow(name, n):
 
 @pytest.mark.parametrize("name", [name for name, ragged in RAGGED.items() if not ragged.is_cut])
 def test_without_make_batch_the_advice_is_to_pass_it(name):
-    with raises(WorkloadError, "batch-sizes-differ"):
+    with raises(WorkloadError):
         RAGGED[name].workload(make_batch=None)
 
 
@@ -55,7 +55,7 @@ def test_a_batch_that_does_not_show_its_size_is_made_again():
 def test_wrong_numbers_of_samples_are_refused():
     data = torch.zeros(4, 2)
     workload = Workload(nn.Linear(2, 2), data, make_batch=lambda n: data[:n])
-    with raises(WorkloadError, "make-batch-size", "9", "4"):
+    with raises(WorkloadError, "9", "4"):
         made_batch(workload, 9)
 
 
@@ -82,7 +82,7 @@ class TestLists:
 
     def test_two_readings_are_refused(self):
         images = [torch.zeros(3, 16, 16) for _ in range(8)]
-        with raises(AmbiguousBatchError, "batch-ambiguous"):
+        with raises(AmbiguousBatchError):
             batch_size_of({"images": images})
         assert batch_size_of({"images": images}, expected=8) == 8
 

@@ -159,7 +159,7 @@ class TestLossRules:
     def test_a_loss_per_sample_is_refused(self):
         """tune() averaged it, and then `step.backward` rejected it in training."""
         assert self.loss_of(lambda x: Output(x, x.sum().reshape(1))) == 28
-        with raises(WorkloadError, "loss-shape", "(4,)"):
+        with raises(WorkloadError, "(4,)"):
             self.loss_of(lambda x: Output(x, x.sum(1)))
 
     def test_the_mean_is_said_and_nothing_else_is(self):
@@ -176,24 +176,24 @@ class TestLossRules:
         assert assumptions(Workload([nn.Linear(2, 2)], X, step=lambda *args: None)) == ()
 
     def test_nothing_to_take_a_loss_of(self):
-        with raises(WorkloadError, "model-output-without-loss", "str"):
+        with raises(WorkloadError, "str"):
             self.loss_of(lambda x: "text")
-        with raises(WorkloadError, "model-output-without-loss", "Tensor"):
+        with raises(WorkloadError, "Tensor"):
             self.loss_of(lambda x: x.long())
 
     def test_a_loss_that_is_no_tensor(self):
-        with raises(WorkloadError, "loss-type", "float"):
+        with raises(WorkloadError, "float"):
             self.loss_of(None, compute_loss=lambda model, batch: 1.0)
 
     def test_a_loss_of_no_parameter(self):
-        with raises(WorkloadError, "loss-without-gradient"):
+        with raises(WorkloadError):
             self.loss_of(None, compute_loss=lambda model, batch: torch.tensor(1.0))
 
 
 def test_targets_without_a_loss_are_named():
     model = nn.Linear(4, 2)
     workload = Workload(model, (torch.zeros(4, 4), torch.zeros(4, 2)))
-    with raises(WorkloadError, "batch-arguments-differ", "tuple", "2", "Linear"):
+    with raises(WorkloadError, "tuple", "2", "Linear"):
         training_loss(workload, model, workload.sample_batch)
 
 
@@ -203,7 +203,7 @@ def test_a_list_of_samples_is_told_to_be_collated():
     with pytest.raises(TypeError, match="list indices") as caught:
         training_loss(workload, LINEAR, workload.sample_batch)
     assert "pass torch.utils.data.default_collate(samples)" in caught.value.autosplit_advice
-    with raises(WorkloadError, "batch-arguments-differ", "list", "3", "Linear"):
+    with raises(WorkloadError, "list", "3", "Linear"):
         training_loss(Workload(LINEAR, [X[0]] * 3), LINEAR, [X[0]] * 3)
 
 

@@ -41,7 +41,7 @@ def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None,
         return 0
     script = next((argument for argument in arguments if argument.endswith(".py")), None)
     if script is not None and not Path(script).exists():
-        raise InputError(f"{script} does not exist. Check the path of the training script.", code="script-missing")
+        raise InputError(f"{script} does not exist. Check the path of the training script.")
     note(f"plan: {description}", manner)
     with suppress(OSError, UnicodeDecodeError):  # torchrun reports errors of the script
         if script is not None and "autosplit" not in Path(script).read_text(encoding="utf-8"):

@@ -73,11 +73,10 @@ def probe(
 def _check_flags(roles: Sequence[str], time_limit_s: float | None, plot: str | None) -> None:
     for role in roles:
         if role not in get_args(Role):
-            raise InputError(f"--role {role!r} is not a role. Choose one of {', '.join(get_args(Role))}.", code="role")
+            raise InputError(f"--role {role!r} is not a role. Choose one of {', '.join(get_args(Role))}.")
     if time_limit_s is not None and not time_limit_s > 0:
         raise InputError(
             f"--time-limit-s is {time_limit_s:g}. Expected more than 0 seconds. Leave it out for no limit.",
-            code="time-limit",
         )
     if plot is not None:
         addon("check_plot")(plot)

@@ -72,7 +72,6 @@ def remove_profiles(
         given = "Keys and --all are both given" if keys else "Neither a key nor --all is given"
         raise InputError(
             f"{given}. Write autosplit profiles remove KEY, or autosplit profiles remove --all.",
-            code="profiles-remove-what",
         )
     folder = profiles_folder()
     paths = profile_paths() if everything else tuple(dict.fromkeys(map(profile_path, keys)))
@@ -105,14 +104,12 @@ def _confirm(count: int, folder: Path) -> None:
     if not (sys.stdin is not None and sys.stdin.isatty()):
         raise InputError(
             f"--all removes {what}, but autosplit can't ask for confirmation without a terminal. Add --yes.",
-            code="profiles-remove-unconfirmed",
         )
     sys.stderr.write(f"remove {what}? [y/N] ")
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
         raise InputError(
             f"You did not answer y, so nothing was removed. Answer y to remove {what}, or name the keys.",
-            code="profiles-remove-declined",
         )
 
 

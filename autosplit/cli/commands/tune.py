@@ -91,7 +91,6 @@ def _one_machine(spec: str, devices: Sequence[str]) -> dict[str, str]:
         raise InputError(
             f"You gave --devices {len(devices)} times, but tune plans for one machine. To compare machines, run "
             f"autosplit compare {shlex.quote(spec)} {several}",
-            code="devices-repeated",
         )
     return {"devices": devices[0]} if devices else {}
 
