@@ -46,31 +46,26 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[AutosplitError], str, str]]
     "batch_size": (
         lambda: autosplit.tune(net(), BATCH, LOSS, batch_size=8, **SMALL),
         ArgumentError,
-        "argument-unknown",
         "effective_batch_size",
     ),
     "one sample": (
         lambda: autosplit.tune(net(), (BATCH[0][0], BATCH[1][0]), LOSS, **SMALL),
         WorkloadError,
-        "sample-batch-unbatched",
         "unsqueeze(0)",
     ),
     "a class": (
         lambda: autosplit.tune(nn.Transformer, BATCH, LOSS, **SMALL),
         UserCodeError,
-        "user-code",
         "Transformer(), an instance of the class",
     ),
     "a loss of outputs": (
         lambda: autosplit.tune(net(), BATCH, compute_loss=of_outputs, **SMALL),
         UserCodeError,
-        "user-code",
         "compute_loss(model, batch)",
     ),
     "a number of devices": (
         lambda: autosplit.tune(net(), BATCH, LOSS, **{**SMALL, "devices": 2}),
         DeviceError,
-        "device-number",
         "'cuda:0,1'",
     ),
 }
@@ -78,8 +73,8 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[AutosplitError], str, str]]
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_answer_names_the_next_step(name: str) -> None:
-    run, kind, code, words = MISTAKES[name]
-    with raises(kind, code, words):
+    run, kind, words = MISTAKES[name]
+    with raises(kind, words):
         run()
 
 

@@ -63,15 +63,15 @@ def test_without_a_script(plan_file, arguments):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "says"),
+    ("arguments", "error"),
     [
-        (["--nnodes", "3", "train.py"], PlanError, "torchrun-uneven-machines"),
-        (["--nnodes=1:4", "train.py"], InputError, "torchrun-nnodes"),
-        (["--nproc-per-node", "3", "train.py"], PlanError, "world-size"),
+        (["--nnodes", "3", "train.py"], PlanError),
+        (["--nnodes=1:4", "train.py"], InputError),
+        (["--nproc-per-node", "3", "train.py"], PlanError),
     ],
 )
-def test_machines_that_do_not_go_with_the_plan(plan_file, arguments, error, says):
-    with raises(error, says):
+def test_machines_that_do_not_go_with_the_plan(plan_file, arguments, error):
+    with raises(error):
         command_for(Plan.load(plan_file), Path(plan_file), arguments)
 
 

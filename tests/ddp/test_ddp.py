@@ -342,26 +342,18 @@ class TestOneProcess:
             ddp.setup(tmp_path / "none.json").__enter__()
 
     @pytest.mark.parametrize(
-        ("plan", "error", "message"),
+        ("plan", "error"),
         [
-            (make_plan((2, 6)), PlanError, "world-size"),
-            (make_plan((4,), device="sim:{}"), DeviceError, "plan-simulated"),
-            (
-                make_plan((4,), ddp=DdpPlan((), 0.0, "cpu:0 can't hold a DDP rank")),
-                PlanError,
-                "plan-without-ranks",
-            ),
-            (without_forwards(), PlanError, "plan-accumulation-steps"),
-            (
-                make_plan((4,), device="cuda:99"),
-                DeviceError,
-                "rank-device-absent",
-            ),
+            (make_plan((2, 6)), PlanError),
+            (make_plan((4,), device="sim:{}"), DeviceError),
+            (make_plan((4,), ddp=DdpPlan((), 0.0, "cpu:0 can't hold a DDP rank")), PlanError),
+            (without_forwards(), PlanError),
+            (make_plan((4,), device="cuda:99"), DeviceError),
         ],
         ids=["ranks", "simulated", "none", "forwards", "device"],
     )
-    def test_unfit_plans(self, plan: Plan, error: type[Exception], message: str) -> None:
-        with raises(error, message):
+    def test_unfit_plans(self, plan: Plan, error: type[Exception]) -> None:
+        with raises(error):
             ddp.setup(plan).__enter__()
         assert not dist.is_initialized()
 

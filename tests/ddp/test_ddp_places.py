@@ -109,19 +109,19 @@ class TestPlaces:
         assert place_here() == Place(0, 1)
 
     @pytest.mark.parametrize(
-        ("variables", "message"),
+        "variables",
         [
-            ({"RANK": "0"}, "rank-environment"),
-            ({"RANK": "2", "WORLD_SIZE": "2"}, "rank-environment"),
-            ({"RANK": "one", "WORLD_SIZE": "2"}, "environment-number"),
-            ({"RANK": "0", "WORLD_SIZE": "2"}, "rendezvous-address-missing"),
-            ({"SLURM_STEP_NUM_TASKS": "2"}, "slurm-environment"),
-            ({"SLURM_STEP_NUM_TASKS": "x"}, "environment-number"),
+            {"RANK": "0"},
+            {"RANK": "2", "WORLD_SIZE": "2"},
+            {"RANK": "one", "WORLD_SIZE": "2"},
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            {"SLURM_STEP_NUM_TASKS": "2"},
+            {"SLURM_STEP_NUM_TASKS": "x"},
         ],
     )
-    def test_a_bad_environment(self, variables, message, monkeypatch):
+    def test_a_bad_environment(self, variables, monkeypatch):
         set_all(monkeypatch, variables)
-        with raises(InputError, message):
+        with raises(InputError):
             place_here()
 
 

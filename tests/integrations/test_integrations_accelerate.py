@@ -651,18 +651,18 @@ class TestLoops:
         assert torch.equal(shared.weights_of(loop.model), before)
 
     @pytest.mark.parametrize(
-        ("every", "effective", "says"),
+        ("every", "effective"),
         [
-            (2, 20, "step-too-early"),
-            (4, 20, "step-missing"),
-            (2, 8, "step-missing"),
+            (2, 20),
+            (4, 20),
+            (2, 8),
         ],
     )
-    def test_a_number_of_ones_own_is_refused(self, every, effective, says):
+    def test_a_number_of_ones_own_is_refused(self, every, effective):
         plan = shared.shares_plan((8,), effective)
         loop = Loop(make_accelerator(plan=plan, gradient_accumulation_steps=every))
         before = shared.weights_of(loop.model)
-        with raises(InputError, says):
+        with raises(InputError):
             loop.steps_seldom(every)
         assert torch.equal(shared.weights_of(loop.model), before)
 

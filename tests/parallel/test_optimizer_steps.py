@@ -135,15 +135,15 @@ class TestScheduledBatchSampler:
         assert torch.equal(torch.get_rng_state(), before)
 
     @pytest.mark.parametrize(
-        ("arguments", "message"),
+        "arguments",
         [
-            ((0, 4, 10), "whole-number-range"),
-            ((23, 0, 10), "whole-number-range"),
-            ((23, 4, 2.5), "whole-number-type"),
+            (0, 4, 10),
+            (23, 0, 10),
+            (23, 4, 2.5),
         ],
     )
-    def test_bad_sizes(self, arguments: tuple[Any, ...], message: str) -> None:
-        with raises(InputError, message):
+    def test_bad_sizes(self, arguments: tuple[Any, ...]) -> None:
+        with raises(InputError):
             ScheduledBatchSampler(*arguments)
 
     def test_bad_epoch(self) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import autosplit
 
-CODE, CLASSES = "loss-trains-outside", 100
+CLASSES = 100
 
 
 class Proxies(nn.Module):
@@ -107,16 +107,16 @@ def workload_of(**options: Any) -> autosplit.Workload:
 def test_a_loss_that_trains_parameters_is_refused(name):
     """Its gradients and its optimizer state were not counted: the second step of a ceiling ran out of memory."""
     workload = workload_of(**OUTSIDE[name]())
-    with raises(WorkloadError, CODE, "outside of the model", "compute_loss=lambda model, batch: model(*batch)"):
+    with raises(WorkloadError, "outside of the model", "compute_loss=lambda model, batch: model(*batch)"):
         autosplit.find_ceiling(workload, "cpu:1MiB")
     if name != "tensor":  # one step can't show whether the loss makes the tensor anew
-        with raises(WorkloadError, CODE):
+        with raises(WorkloadError):
             autosplit.check(workload)
 
 
 def test_it_is_refused_for_simulated_gpus_too():
     loss = Proxies()
-    with raises(WorkloadError, CODE, "(100, 16)"):
+    with raises(WorkloadError, "(100, 16)"):
         autosplit.tune(workload_of(loss_fn=loss), devices="sim:A100-40GB", profile="off", n_trials=1)
     assert loss.weight.grad is None
 

@@ -105,15 +105,15 @@ class TestOneProcess:
         assert [len(inputs) for inputs, _ in loader] == [8, 8, 4, 8, 8, 4, 5]
 
     @pytest.mark.parametrize(
-        ("consumed", "message"),
+        "consumed",
         [
-            (7, "samples-consumed-inside-step"),
-            (60, "samples-consumed-range"),
-            (-1, "whole-number-range"),
+            7,
+            60,
+            -1,
         ],
     )
-    def test_resuming_elsewhere_is_refused(self, consumed, message):
-        with raises(InputError, message):
+    def test_resuming_elsewhere_is_refused(self, consumed):
+        with raises(InputError):
             make_plan((4,), 10).batch_sampler(NUM_SAMPLES).resume(consumed)
 
     @pytest.mark.parametrize("state", [None, 5, {}, {"epoch": 1}], ids=str)

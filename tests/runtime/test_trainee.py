@@ -258,20 +258,17 @@ class TestTwins:
 
 class TestErrors:
     @pytest.mark.parametrize(
-        ("arguments", "message"),
+        "arguments",
         [
-            ({"optimizer": 3}, "optimizer-type"),
-            ({"optimizer": lambda p: 3}, "optimizer-factory"),
-            (
-                {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())},
-                "optimizer-foreign-parameters",
-            ),
-            ({"model": net().requires_grad_(False)}, "no-trainable-parameter"),
-            ({"model": lambda: 3}, "model-factory"),
+            {"optimizer": 3},
+            {"optimizer": lambda p: 3},
+            {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())},
+            {"model": net().requires_grad_(False)},
+            {"model": lambda: 3},
         ],
     )
-    def test_what_can_not_be_trained(self, arguments, message, mode):
-        with raises(WorkloadError, message) as caught:
+    def test_what_can_not_be_trained(self, arguments, mode):
+        with raises(WorkloadError) as caught:
             training_copy(workload(**arguments), mode=mode)
         assert "\n" not in str(caught.value)
 

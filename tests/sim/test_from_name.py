@@ -298,19 +298,19 @@ def test_code_of_a_configurations_own_is_not_run(save, tmp_path):
 
 @pytest.mark.usefixtures("_no_network")
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    "spec",
     [
-        ("hf:meta-llama/Llama-2-7b", "config-missing"),
-        ("hf:", "config-missing"),
-        ("hf:/dev/zero", "config-missing"),
-        ("hf:\0", "config-missing"),
-        (f"hf:{'a' * 5000}", "config-unreadable"),
-        ("keras:vgg", "model-name"),
+        "hf:meta-llama/Llama-2-7b",
+        "hf:",
+        "hf:/dev/zero",
+        "hf:\0",
+        f"hf:{'a' * 5000}",
+        "keras:vgg",
     ],
 )
-def test_what_is_not_there_is_not_looked_for_elsewhere(spec, said, tmp_path, monkeypatch):
+def test_what_is_not_there_is_not_looked_for_elsewhere(spec, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with raises(InputError, said):
+    with raises(InputError):
         workload_from_name(spec)
 
 
