@@ -58,7 +58,7 @@ from autosplit.tuning.tune import TuningInterrupted
 from autosplit.tuning.worker import agreed
 
 DEVICES = "cpu:400KiB,cpu:200KiB"
-LIMIT_S = 300
+LIMIT_S = 450
 
 
 class Net(nn.Module):

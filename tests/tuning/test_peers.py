@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from events import until
 from torch import distributed as dist
 
 from autosplit.tuning.peers import Interrupts, Peers
@@ -45,7 +46,12 @@ def test_a_rank_is_cut_off_if_another_failed_in_the_same_attempt() -> None:
     with pytest.raises(ValueError, match="a bug of mine"):
         AloneOfTwo(store).all_try(fails, cut=lambda: None)
     peers, cuts = AloneOfTwo(store), []
+
+    def waits() -> None:
+        until(lambda: cuts)
+        fails()
+
     with pytest.raises(ValueError, match="a bug of mine"):
-        peers.all_try(lambda: [*iter(lambda: bool(cuts), True), fails()], cut=lambda: cuts.append(1))
+        peers.all_try(waits, cut=lambda: cuts.append(1))
     assert peers.said[0].failure.waited
     assert cuts == [1]
