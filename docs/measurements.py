@@ -562,8 +562,8 @@ def _ddp() -> list[str]:
 def _failing_ranks() -> list[str]:
     found = _read("failing_ranks")
     text = (
-        f"One of {found['ranks']} ranks fails in the middle of an optimizer step. The time runs until all other ranks "
-        "have ended, or until a rank names the suspended rank on stderr."
+        f"One of {found['ranks']} ranks fails in the middle of an optimizer step. The time runs until torchrun has "
+        "ended all ranks and printed its report, which names the failed rank."
     )
     limit_s = found["promised_s"]
     rows = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,5 +30,6 @@ def short_budgets() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module, names in BUDGETS.items():
             for name in names:
-                patch.setattr(importlib.import_module(module), name, SHORT_S)
+                if importlib.util.find_spec(module.rpartition(".")[0]) is not None:  # the core alone has no tools
+                    patch.setattr(importlib.import_module(module), name, SHORT_S)
         yield

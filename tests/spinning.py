@@ -1,13 +1,14 @@
 """A back end that waits like NCCL: forever and without an error, if a rank does not come.
 
 It sends with gloo. Each collective runs in a thread, and the caller polls for its end, like waiting for a GPU's stream.
-Only `abort` ends the wait, without an error.
+Only `abort` ends the wait, without an error. gloo's own time-out ends its thread, so that the group can be destroyed.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,12 +32,19 @@ class _Done(dist.Work):  # type: ignore[misc]
         return self._future
 
 
+def _has_succeeded(work: Any) -> bool:
+    try:
+        return bool(work.is_completed() and work.wait())
+    except RuntimeError:  # gloo's time-out
+        return False
+
+
 class Spinning(dist.ProcessGroup):  # type: ignore[misc]
     """The group."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=15))
         self.aborted = False
 
     def abort(self) -> None:
@@ -50,7 +58,7 @@ class Spinning(dist.ProcessGroup):  # type: ignore[misc]
     def _run(self, start: Callable[[], Any], tensors: Any) -> _Done:
         if not self.aborted:
             work, self.waits = start(), True
-            while not (work.is_completed() or self.aborted):
+            while not (_has_succeeded(work) or self.aborted):
                 time.sleep(0.002)
             self.waits = False
         return _Done(tensors)

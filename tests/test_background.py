@@ -17,7 +17,7 @@ pytestmark = [
 IGNORED = "import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
 PRESSES_CTRL_C = [
     "tests/runtime/test_interrupts.py::test_one_that_was_held_back_is_one",  # in a process that the test starts
-    "tests/profiles/test_tuning_lock.py::test_ctrl_c_ends_it_at_once_and_leaves_the_holder_alone",  # in pytest's own
+    "tests/runtime/test_child_process.py::test_ctrl_c_ends_it",  # in pytest's own
 ]
 
 

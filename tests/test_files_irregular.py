@@ -41,7 +41,7 @@ def test_as_a_plan(irregular: tuple[str, Path]) -> None:
 
 
 def test_as_lengths(irregular: tuple[str, Path]) -> None:
-    from autosplit.cli.workload_arguments import lengths_in
+    from autosplit.tools.lengths_file import lengths_in
 
     what, path = irregular
     with raises(InputError, "lengths-file-unreadable", str(what)):

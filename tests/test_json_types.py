@@ -10,8 +10,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from examined import CARD, examined
 from folders import ROOT
-from handmade import CARD, examined, made_ceiling, made_plan
+from handmade import made_ceiling, made_plan
 from marks import for_release
 
 import autosplit.tools.inventory

@@ -35,11 +35,14 @@ CORE = tuple(MAY_IMPORT)
 AROUND = ("integrations", "sim", "tools")
 """Packages around the core. Each may import the whole core. `addons` finds their functions by name."""
 
-MAY_IMPORT |= {"integrations": CORE, "sim": CORE, "tools": (*CORE, "sim", "integrations")}
+MAY_IMPORT |= {"sim": CORE, "tools": (*CORE, "sim"), "integrations": (*CORE, "tools")}
 
 FOR_TYPES = {
+    ("ddp.context", "tools.fsdp"),
+    ("ddp.context", "tools.token_sampler"),
     ("plan.plan", "integrations.exported"),
     ("plan.plan", "tools.goodput"),
+    ("plan.plan", "tools.token_sampler"),
 }
 """Imports under TYPE_CHECKING, for the types of public methods, as (module, imported module)."""
 

@@ -122,13 +122,11 @@ def _stage_lines() -> Callable[[Progress], None]:
 
     def report(progress: Progress) -> None:
         nonlocal last
-        waits = progress.stage == "waiting"
-        if progress.stage in (last, "done") or (not waits and time.monotonic() < begun_s + SILENT_S):
+        if progress.stage in (last, "done") or time.monotonic() < begun_s + SILENT_S:
             return
         last, message = progress.stage, printable(progress.message)
-        line = f"{message}. --profile off does not wait." if waits else f"{progress.fraction:4.0%}  {message}"
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"{line}\n")
+            sys.stderr.write(f"{progress.fraction:4.0%}  {message}\n")
             sys.stderr.flush()
 
     return report

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from autosplit.ddp.batchnorms import BatchNormWarning
 from autosplit.ddp.context import Context
-from autosplit.ddp.failure import UnwatchedWarning
 from autosplit.ddp.loader_steps import LeftOverWarning
 from autosplit.ddp.rank_gather import Gathered
 from autosplit.ddp.setup import setup
@@ -21,6 +20,5 @@ __all__ = [
     "OtherModelWarning",
     "RankFailedError",
     "SlowRankWarning",
-    "UnwatchedWarning",
     "setup",
 ]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import io
 import os
 import pickle
 import re
 import shutil
 import zipfile
-import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,15 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autosplit.ddp.checkpoint_state import tensors_in, with_tensors
+from autosplit.ddp.checkpoint_state import tensors_in
 from autosplit.errors import AutosplitError, CheckpointError, causes_of, first_line, one_line
 from autosplit.text import size_text
 
 MODEL = "model"
 """The name of a model's state dict in a file that contains several parts."""
-
-
-# Writing
 
 
 def write_file(path: Path, state: dict[str, Any]) -> None:
@@ -37,7 +32,7 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
     """
     target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name}.part")
-    beside.unlink(missing_ok=True)
+    beside.unlink(missing_ok=True)  # a killed process may have left it
     try:
         with beside.open("xb") as file:
             torch.save(state, file)
@@ -47,10 +42,8 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
         beside.replace(target)
     except Exception as error:
         failure = disk_failure(error)
-        if failure is not None:
-            why = failure_text(failure, target.parent, state)
-            raise CheckpointError(why, code="checkpoint-not-written") from error
-        raise CheckpointError(_unkept(state, error), code="checkpoint-value-not-kept") from error
+        why = _unsaved(state, error) if failure is None else failure_text(failure, target.parent, state)
+        raise CheckpointError(why, code="checkpoint-not-written") from error
     finally:
         with suppress(OSError):  # the disk may be gone
             beside.unlink(missing_ok=True)
@@ -63,18 +56,18 @@ def disk_failure(error: BaseException) -> OSError | None:
 
 def failure_text(failure: OSError, folder: Path, tensors: Mapping[str, Any]) -> str:
     """Describe why `tensors` could not be written to `folder`."""
-    if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
+    limits = {errno.ENOSPC: "The disk is full", errno.EDQUOT: "The disk quota is used up"}
+    if failure.errno not in limits:
         return one_line(failure)
     needed = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_in(dict(tensors)))
-    free = size_text(shutil.disk_usage(folder).free)
-    limit = "The disk is full" if failure.errno == errno.ENOSPC else "The disk quota is used up"
     return (
-        f"{limit}. The tensors take {size_text(needed)}, and {str(folder)!r} has {free} free next to the unfinished "
-        "checkpoint. Free some space, or save to another disk"
+        f"{limits[failure.errno]}. The tensors take {size_text(needed)}, and {str(folder)!r} has "
+        f"{size_text(shutil.disk_usage(folder).free)} free next to the unfinished checkpoint. Free some space, or "
+        "save to another disk"
     )
 
 
-def _unkept(state: Mapping[str, Any], error: Exception) -> str:
+def _unsaved(state: Mapping[str, Any], error: Exception) -> str:
     for name, value in state.items():
         alone = io.BytesIO()
         try:
@@ -89,9 +82,6 @@ def _unkept(state: Mapping[str, Any], error: Exception) -> str:
     return reason_of(error)
 
 
-# Reading
-
-
 def read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
     """Map a checkpoint into memory and check its CRCs, which takes about 1 s per GiB.
 
@@ -100,42 +90,27 @@ def read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
     """
     if not path.is_file():
         folder = ". Use load_sharded for a folder" if path.is_dir() else ""
-        raise CheckpointError(
-            f"{str(path)!r} is not a file. Expected a file that save_checkpoint or torch.save wrote{folder}",
-            code="checkpoint-missing",
-        )
+        why = f"{str(path)!r} is not a file. Expected a file that save_checkpoint or torch.save wrote{folder}"
+        raise CheckpointError(why, code="checkpoint-not-loaded")
     damaged = damage_of(path) if zipfile.is_zipfile(path) else None
     if damaged is not None:
-        raise CheckpointError(
-            f"Its record {damaged.partition('/')[2] or damaged!r} does not match its checksum (CRC-32). The disk or "
-            "a copy has damaged the file. Load an earlier checkpoint, or copy this one again",
-            code="checkpoint-damaged",
+        raise CheckpointError(damage_text(f"Its record {damaged!r}"), code="checkpoint-not-loaded")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises KeyError for a text file, other errors for other bytes
+        found = "contains objects other than tensors and plain values"
+        if not isinstance(error, pickle.UnpicklingError):
+            found = "is incomplete or not a checkpoint"
+        why = (
+            f"The file {found} ({_first_line(error)}). Expected a file that save_checkpoint or torch.save wrote, with "
+            "numbers, strings, tensors, and lists and dicts of these. Load an earlier checkpoint"
         )
-    state = _loaded(path)
+        raise CheckpointError(why, code="checkpoint-not-loaded") from error
     if not isinstance(state, Mapping):
-        raise CheckpointError(
-            f"The file contains a {type(state).__name__}. Expected a dict with one entry for each named part",
-            code="checkpoint-not-a-dict",
-        )
+        why = f"The file contains a {type(state).__name__}. Expected a dict with one entry for each named part"
+        raise CheckpointError(why, code="checkpoint-not-loaded")
     is_state = bool(state) and all(isinstance(value, Tensor) for value in state.values())
     return {MODEL: state} if only_model and MODEL not in state and is_state else dict(state)
-
-
-def _loaded(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises KeyError for a text file, other errors for other bytes
-        if isinstance(error, pickle.UnpicklingError):
-            raise CheckpointError(
-                f"The file contains objects other than tensors and plain values ({_first_line(error)}). Expected "
-                "numbers, strings, tensors, and lists and dicts of these. Save other objects in another file",
-                code="checkpoint-unsafe-values",
-            ) from error
-        raise CheckpointError(
-            f"The file is incomplete or not a checkpoint ({_first_line(error)}). Expected a file that save_checkpoint "
-            "or torch.save wrote. Load an earlier checkpoint",
-            code="checkpoint-cut-short",
-        ) from error
 
 
 def damage_of(file: Path | io.BytesIO) -> str | None:
@@ -145,21 +120,18 @@ def damage_of(file: Path | io.BytesIO) -> str | None:
     """
     try:
         with zipfile.ZipFile(file) as records:
-            return None if not any(record.CRC for record in records.infolist()) else records.testzip()
+            damaged = records.testzip() if any(record.CRC for record in records.infolist()) else None
+            return None if damaged is None else damaged.partition("/")[2] or damaged
     except Exception as error:  # noqa: BLE001  # a flipped bit may mean encryption, compression, or no zip file
         return f"directory ({first_line(error)})"
 
 
-def content_id(path: Path) -> str | None:
-    """Return a digest of the names, sizes and CRCs of a file's records. Return None if the file has no CRCs."""
-    with zipfile.ZipFile(path) as records:
-        facts = [
-            (record.filename.partition("/")[2], record.file_size, record.CRC)
-            for record in records.infolist()
-            if not record.filename.endswith("serialization_id")  # depends on the name of the file
-        ]
-    has_crcs = any(crc for _, _, crc in facts)
-    return hashlib.sha256(repr(sorted(facts)).encode()).hexdigest() if has_crcs else None
+def damage_text(record: str) -> str:
+    """Describe a record whose CRC differs."""
+    return (
+        f"{record} does not match its checksum (CRC-32). The disk or a copy has damaged the file. Load an earlier "
+        "checkpoint, or copy this one again"
+    )
 
 
 def reason_of(error: BaseException) -> str:
@@ -175,14 +147,3 @@ def _first_line(error: BaseException) -> str:
     if refused:  # skip the 12 lines in which torch suggests weights_only=False
         return refused[1]
     return first_line(error).rstrip(".")
-
-
-def digest_of(state: Any) -> str:
-    """Return a digest of the values in a state, which does not depend on the file format."""
-
-    def summary(_: object, value: Tensor) -> str:
-        dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
-        content = b"" if value.is_meta else dense.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-        return f"{value.dtype} {tuple(value.shape)} {zlib.crc32(content)}"
-
-    return hashlib.sha256(repr(with_tensors(state, summary)).encode()).hexdigest()

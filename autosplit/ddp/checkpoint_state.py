@@ -1,11 +1,17 @@
-"""Collect the states of a checkpoint's parts, such as models and optimizers, and verify that a state fits a part."""
+"""Collect the states of a checkpoint's parts, such as models and optimizers, and verify that a state fits a part.
+
+Note [States of torch]
+torch.distributed.checkpoint.state_dict is not used. `set_state_dict` changes the optimizer before it finds an error,
+raises TypeError for LBFGS, and keeps the `module.` of nn.DataParallel and BalancedDataParallel in the names.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
+import zlib
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.ddp.sharded_tensors import is_shard, is_sharded
-from autosplit.errors import CheckpointError
+from autosplit.errors import CheckpointError, one_line
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.state_dict import is_extra, matching_state_dict, plain_state_dict
 from autosplit.text import listed
@@ -22,51 +28,45 @@ _SHOWN = 5
 """The number of names that an error message lists at most."""
 _NEWER = frozenset(("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"))
 """Options that newer torch versions added to several optimizers. Older states lack them."""
-_LIKE_PARAMETER = {
-    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "acc_delta"),
-    *("grad_avg", "ax", "prev", "step_size"),
-}
-"""State tensors of torch's optimizers that have the shape of their parameter."""
 
 
-def state_of(part: Any) -> Any:
+def state_of(name: str, part: Any) -> Any:
     """Return the state of a part, or a plain value unchanged."""
     if isinstance(part, DistributedDataParallel):
         part = part.module  # saved under the names of the plain model
-    if isinstance(part, nn.Module):
-        return plain_state_dict(part)
-    return part.state_dict() if hasattr(part, "state_dict") else part
+    try:
+        if isinstance(part, nn.Module):
+            return plain_state_dict(part)
+        return part.state_dict() if hasattr(part, "state_dict") else part
+    except Exception as error:
+        raise CheckpointError(
+            f"{name!r} returned no state ({one_line(error)}). Leave {name}= out", code="checkpoint-not-written"
+        ) from error
 
 
-def is_shared_out(part: Any) -> bool:
+def has_shards(part: Any) -> bool:
     """Return whether a model, an optimizer or a value has sharded tensors."""
     if isinstance(part, nn.Module):
         return is_sharded(part)
     if isinstance(part, torch.optim.Optimizer):
-        return any(is_shard(tensor) for group in part.param_groups for tensor in group["params"])
+        part = [group["params"] for group in part.param_groups]
     return any(is_shard(tensor) for _, tensor in tensors_in(part))
 
 
 def is_loadable(name: str, part: Any) -> bool:
-    """Return whether a state can be loaded into a part.
-
-    Raises:
-        CheckpointError: The part has a state, but no `load_state_dict`.
-    """
-    if hasattr(part, "load_state_dict"):
-        return True
-    if hasattr(part, "state_dict"):
+    """Return whether a part has a `load_state_dict`. Raise CheckpointError if it has only a `state_dict`."""
+    if hasattr(part, "state_dict") and not hasattr(part, "load_state_dict"):
         raise CheckpointError(
             f"{name!r} is a {type(part).__name__} with state_dict() and without load_state_dict(). Expected both "
-            f"methods. Leave {name}= out, and load its state from the returned dict. No rank was changed.",
-            code="checkpoint-part-not-loadable",
+            f"methods. Leave {name}= out, and load its state from the returned dict",
+            code="checkpoint-not-loaded",
         )
-    return False
+    return hasattr(part, "load_state_dict")
 
 
 def is_verified(part: Any) -> bool:
     """Return whether `fitting` verifies everything that this kind of part loads, so loading can't fail."""
-    return isinstance(part, nn.Module | torch.optim.Optimizer | ScheduledBatchSampler | torch.amp.GradScaler)
+    return isinstance(part, nn.Module | torch.optim.Optimizer | ScheduledBatchSampler)
 
 
 def fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
@@ -75,68 +75,63 @@ def fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
         raise CheckpointError(
             f"It contains {', '.join(map(repr, found)) or 'nothing'}. Expected {name!r}, too. Leave {name}= out, or "
             "load the file that contains it",
-            code="checkpoint-part-missing",
+            code="checkpoint-not-loaded",
         )
     state = found[name]
+    difference = None
     if isinstance(part, nn.Module):
         state = matching_state_dict(part, state)
-        _require_fit(name, part, state)
+        difference = _other_model(part, state)
     elif isinstance(part, torch.optim.Optimizer):
-        _require_groups(name, part, state)
-        _require_moments(name, part, state)
+        difference = _other_optimizer(part, state)
     elif isinstance(part, ScheduledBatchSampler):
         part.check_state_dict(state)
-    elif isinstance(part, torch.amp.GradScaler):
-        _require_scale(name, part, state)
-    elif isinstance(part, torch.optim.lr_scheduler.LRScheduler):
-        _require_scheduler(name, part, state)
+    elif isinstance(part, torch.amp.GradScaler | torch.optim.lr_scheduler.LRScheduler):
+        # A scheduler loads any dict and fails at the next step. Private names differ between versions of torch.
+        lacks = [key for key in part.state_dict() if not key.startswith("_") and key not in state]
+        kind = ("an enabled " if isinstance(part, torch.amp.GradScaler) else "a ") + type(part).__name__
+        difference = f"not the state of {kind}. It lacks {', '.join(lacks)}" if lacks else None
+    if difference is not None:
+        raise CheckpointError(
+            f"{name!r} is {difference}. Create {name} as it was when it was saved, or leave {name}= out",
+            code="checkpoint-not-loaded",
+        )
     return state
 
 
-def _require_fit(name: str, module: nn.Module, state: Mapping[str, Any]) -> None:
+def _other_model(module: nn.Module, state: Mapping[str, Any]) -> str | None:
     own = module.state_dict(keep_vars=True)
     shapes = {key: value.shape for key, value in own.items() if isinstance(value, Tensor)}
     given = {key: value.shape for key, value in state.items() if isinstance(value, Tensor)}
     wrong = [key for key in shapes if key in given and shapes[key] != given[key]]
-    for says, keys in (
-        ("lacks", [key for key in own if key not in state]),
-        ("has unknown", [key for key in state if key not in own]),
-        ("has with a different shape", [f"{key} {tuple(given[key])} for {tuple(shapes[key])}" for key in wrong]),
-        (
-            "has something other than a tensor at",
-            [key for key in shapes if key in state and key not in given and not is_extra(key)],
-        ),
-    ):
-        if keys:
-            raise CheckpointError(
-                f"{name!r} is the state of another model. It {says} {listed(keys, _SHOWN)}. Expected the model's "
-                "names and shapes. Build the model as it was when it was saved",
-                code="checkpoint-other-model",
-            )
+    differences = {
+        "lacks": [key for key in own if key not in state],
+        "has unknown": [key for key in state if key not in own],
+        "has with a different shape": [f"{key} {tuple(given[key])} for {tuple(shapes[key])}" for key in wrong],
+        "has something other than a tensor at": [
+            key for key in shapes if key in state and key not in given and not is_extra(key)
+        ],
+    }
+    found = [f"It {says} {listed(keys, _SHOWN)}" for says, keys in differences.items() if keys]
+    return f"the state of another model. {found[0]}" if found else None
 
 
-def _require_groups(name: str, optimizer: torch.optim.Optimizer, state: Any) -> None:
+def _other_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> str | None:
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     own = [len(group["params"]) for group in optimizer.param_groups]
     theirs = None if groups is None else [len(group["params"]) for group in groups]
     if groups is None or own != theirs:
-        raise CheckpointError(
-            f"{name!r} is the state of another optimizer. Its groups have {theirs} parameters. Expected {own}. "
-            "Create the optimizer with the same parameters as when it was saved",
-            code="checkpoint-optimizer-groups",
-        )
+        return f"the state of another optimizer. Its groups have {theirs} parameters. Expected {own}"
     foreign = _foreign_options(optimizer)
-    for number, group in enumerate(groups):
+    for number, (group, ours) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         found = [f"lacks {key}" for key in optimizer.defaults if key not in {*group, *_NEWER}]
         found += [f"has {key}" for key in group if key in foreign]
-        found += _other_state(optimizer, group, state["state"])
+        for key, parameter in zip(group["params"], ours["params"], strict=True):
+            found = found or _other_tensors(optimizer, group, key, parameter, state["state"].get(key, {}))
         if found:
-            raise CheckpointError(
-                f"{name!r} is the state of another optimizer. Its group {number} {found[0]}. Expected the state of "
-                f"a {type(optimizer).__name__}. Create an optimizer of the class that was saved, or leave {name}= "
-                "out",
-                code="checkpoint-optimizer-class",
-            )
+            needed = type(optimizer).__name__
+            return f"the state of another optimizer. Its group {number} {found[0]}. Expected the state of a {needed}"
+    return None
 
 
 def _foreign_options(optimizer: torch.optim.Optimizer) -> set[str]:
@@ -147,68 +142,32 @@ def _foreign_options(optimizer: torch.optim.Optimizer) -> set[str]:
     return options - {*inspect.signature(type(optimizer)).parameters, *_NEWER}
 
 
-def _other_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], states: Mapping[Any, Any]) -> list[str]:
-    """Return how a group's state differs from the state that the optimizer's class creates with the group's options.
+def _other_tensors(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], key: Any, parameter: Tensor, saved: Mapping[str, Any]
+) -> list[str]:
+    """Compare a parameter's state with the state that torch's optimizer creates in a step with the group's options.
 
-    A state with other names loads, but fails at the next step. Optimizers of other packages and LBFGS are not compared.
+    A state with other names loads, but fails at the next step. LBFGS and optimizers of other packages are not compared.
     """
-    kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim.") or kind is torch.optim.LBFGS:
+    kind: Any = next((kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")), None)
+    if not saved or kind in (torch.optim.Optimizer, torch.optim.LBFGS):
         return []
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    make: Any = kind
-    sample = make([parameter])
-    sample.param_groups[0].update({key: value for key, value in group.items() if key in sample.defaults})
-    sample.param_groups[0].update(dict.fromkeys(("fused", "capturable"), False))  # these need a GPU
-    sample.step()
-    made = set(sample.state[parameter])
-    for key in group["params"]:
-        saved = set(states.get(key, {}))
-        if saved and saved != made:
-            return [f"lacks {name}" for name in sorted(made - saved)] + [f"has {name}" for name in sorted(saved - made)]
-    return []
-
-
-def _require_moments(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    kinds = set(type(optimizer).__mro__) - {torch.optim.Optimizer}
-    if not any(kind.__module__.startswith("torch.optim.") for kind in kinds):
-        return  # other packages may use these names for other tensors
-    keys = chain.from_iterable(group["params"] for group in state["param_groups"])
-    own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for key, parameter in zip(keys, own, strict=True):
-        for what, value in state["state"].get(key, {}).items():
-            if what in _LIKE_PARAMETER and isinstance(value, Tensor) and value.shape != parameter.shape:
-                raise CheckpointError(
-                    f"{name!r} is the state of another optimizer. {what} of parameter {key} has the shape "
-                    f"{tuple(value.shape)}, and {type(optimizer).__name__} needs {tuple(parameter.shape)}. Create "
-                    "the optimizer with the same parameters as when it was saved",
-                    code="checkpoint-optimizer-state",
-                )
-
-
-def _require_scale(name: str, scaler: torch.amp.GradScaler, state: Any) -> None:
-    lacks = [key for key in scaler.state_dict() if key not in state] if scaler.is_enabled() else []
-    if lacks:
-        raise CheckpointError(
-            f"{name!r} is not the state of an enabled GradScaler. It lacks {', '.join(lacks)}. Leave {name}= out, "
-            "or load the file that has it",
-            code="checkpoint-scaler",
-        )
-
-
-def _require_scheduler(name: str, scheduler: torch.optim.lr_scheduler.LRScheduler, state: Any) -> None:
-    """Compare public names, because LRScheduler.load_state_dict accepts any dict and fails at the next step."""
-    own = {key: value for key, value in scheduler.state_dict().items() if not key.startswith("_")}
-    lacks = [key for key in own if key not in state]
-    rates, theirs = len(own.get("base_lrs", ())), len(state.get("base_lrs", ())) if not lacks else 0
-    if lacks or rates != theirs:
-        found = f"it lacks {', '.join(lacks)}" if lacks else f"it has {theirs} base_lrs, and the scheduler {rates}"
-        raise CheckpointError(
-            f"{name!r} is the state of another scheduler: {found}. Expected the state of a "
-            f"{type(scheduler).__name__}. Create a scheduler of the class that was saved, or leave {name}= out",
-            code="checkpoint-scheduler",
-        )
+    sample = nn.Parameter(torch.zeros([2 + dim for dim in range(parameter.dim())]))
+    sample.grad = torch.zeros_like(sample)
+    made = kind([sample])
+    made.param_groups[0].update({key: value for key, value in group.items() if key in made.defaults})
+    made.param_groups[0].update(dict.fromkeys(("fused", "capturable"), False))  # these need a GPU
+    made.step()
+    state = made.state[sample]
+    if kind is type(optimizer) and {*state} != {*saved}:  # a class of the user may add other tensors
+        lacks, has = sorted({*state} - {*saved}), sorted({*saved} - {*state})
+        return [*(f"lacks {name}" for name in lacks), *(f"has {name}" for name in has)]
+    return [
+        f"does not fit: {name} of parameter {key} has the shape {tuple(value.shape)}"
+        for name, value in saved.items()
+        if isinstance(value, Tensor) and value.shape != parameter.shape
+        if getattr(state.get(name), "shape", None) == sample.shape
+    ]
 
 
 def placed(part: Any, state: Any, place: Callable[[Tensor, Tensor | None], Tensor]) -> Any:
@@ -216,22 +175,18 @@ def placed(part: Any, state: Any, place: Callable[[Tensor, Tensor | None], Tenso
 
     Its arguments are the tensor, and the part's sharded tensor or None.
     """
+    own: dict[tuple[Any, ...], Any] = {}
     if isinstance(part, nn.Module):
-        tensors = part.state_dict(keep_vars=True)
-        return with_tensors(state, lambda path, value: place(value, _shard_like(tensors.get(path[0]), value)))
-    if isinstance(part, torch.optim.Optimizer):
+        own = {(name,): tensor for name, tensor in part.state_dict(keep_vars=True).items()}
+    elif isinstance(part, torch.optim.Optimizer):
         parameters = [tensor for group in part.param_groups for tensor in group["params"]]
+        own = {("state", index): tensor for index, tensor in enumerate(parameters)}
 
-        def with_parameter(path: tuple[Any, ...], value: Tensor) -> Tensor:
-            of_parameter = path[0] == "state" and isinstance(path[1], int) and path[1] < len(parameters)
-            return place(value, _shard_like(parameters[path[1]], value) if of_parameter else None)
+    def at(path: tuple[Any, ...], value: Tensor) -> Tensor:
+        tensor: Any = own.get(path[:1], own.get(path[:2]))
+        return place(value, tensor if is_shard(tensor) and tensor.shape == value.shape else None)
 
-        return with_tensors(state, with_parameter)
-    return with_tensors(state, lambda _, value: place(value, None))
-
-
-def _shard_like(own: Any, value: Tensor) -> Tensor | None:
-    return own if is_shard(own) and own.shape == value.shape else None
+    return with_tensors(state, at)
 
 
 def with_tensors(value: Any, change: Callable[[tuple[Any, ...], Tensor], Any], place: tuple[Any, ...] = ()) -> Any:
@@ -253,3 +208,15 @@ def tensors_in(value: Any) -> list[tuple[tuple[Any, ...], Tensor]]:
     found: list[tuple[tuple[Any, ...], Tensor]] = []
     with_tensors(value, lambda place, tensor: found.append((place, tensor)))
     return found
+
+
+def digest_of(state: Any) -> str:
+    """Return a digest of the values in a state, which does not depend on the file format."""
+
+    def summary(_: object, value: Tensor) -> str:
+        dense = value.detach() if value.is_nested or value.layout == torch.strided else value.detach().to_dense()
+        pieces = () if value.is_meta else dense.unbind() if value.is_nested else (dense.resolve_conj(),)
+        flat = [piece.cpu().contiguous().view(-1).view(torch.uint8).numpy().data for piece in pieces]
+        return f"{value.dtype} {'' if value.is_nested else tuple(value.shape)} {[zlib.crc32(one) for one in flat]}"
+
+    return hashlib.sha256(repr(with_tensors(state, summary)).encode()).hexdigest()

@@ -1,29 +1,33 @@
-"""Know where each rank is in its training, so that the error of a collective that timed out names it.
+"""Publish where each rank is in its training, so that the error of a broken collective names the ranks behind.
 
-Each rank publishes its place in the job's store, at most once per second. A rank whose collective timed out publishes
-its exact place, and reads the places of the others:
+Each rank publishes its place in the job's store, at most once per second, and how it ended. A rank whose collective
+broke or timed out publishes its exact place, and reads the places of the others:
 
     Rank 1 waited 600 s in micro-batch 1 of optimizer step 2 of loop 2. Rank 0 is at the start of loop 3.
+
+NCCL ends a process at the time-out, without an exception. So a thread prints the places after 80% of the time.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from autosplit.ddp.failure import is_broken_off, print_line
-from autosplit.errors import RankFailedError, user_frames
+from autosplit.ddp.failure import HEAD_START_S, is_broken_off, is_failure, print_line
+from autosplit.errors import RankFailedError, one_line, user_frames
 from autosplit.parallel.step_listener import StepListener
 
 _PUBLISH_EVERY_S = 1.0
-_OTHERS_S = 2.0
-"""Time in seconds in which a rank that timed out waits for the exact places of the others."""
 
 _LATE = 0.8
-"""Fraction of the time-out after which a waiting rank prints its place, because NCCL ends it without an error."""
+"""Fraction of the time-out after which a waiting rank prints all places."""
+
+_NAMED = 4
+"""Largest number of ranks in a message."""
 
 
 class Progress(StepListener):
@@ -31,17 +35,15 @@ class Progress(StepListener):
 
     Args:
         timeout_s: The time-out of the process group's collectives in seconds.
-
-    Attributes:
-        store: The job's store. None before the group exists, after it ends, and for a group that the user created.
     """
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
-        self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
-        self.store: Any = None
+        self._rank, self._timeout_s = rank, timeout_s
+        self._others = [other for other in range(world_size) if other != rank]
+        self._store: Any = None
         self._loop, self._step, self._micro_batch = 0, -1, 0
         self._since = self._published = time.monotonic()
-        self._is_late = False
+        self._over = threading.Event()
 
     @property
     def place(self) -> str:
@@ -71,55 +73,121 @@ class Progress(StepListener):
 
     def _move(self) -> None:
         self._since = time.monotonic()
-        self._is_late = False
-        if self.store is not None and self._since > self._published + _PUBLISH_EVERY_S:
+        if self._since > self._published + _PUBLISH_EVERY_S:
             self._published = self._since
-            with suppress(Exception):  # without the store, only the other ranks' errors lack this place
-                self.store.set(f"place/{self._rank}", self.place)
+            self._publish("place", self.place)
 
-    def print_if_late(self) -> None:
-        """Print the place if this rank has been there for most of the time-out."""
-        waited_s = time.monotonic() - self._since
-        if self.store is not None and not self._is_late and waited_s > _LATE * self._timeout_s:
-            self._is_late = True
-            print_line(
-                f"autosplit: rank {self._rank} has been {self.place} for {waited_s:.0f} s. A collective that waits for "
-                f"{self._timeout_s:.0f} s ends the job."
-            )
+    def _publish(self, name: str, text: str) -> None:
+        if self._store is not None:
+            with suppress(Exception):  # without the store, only the other ranks' errors lack this text
+                self._store.set(f"{name}/{self._rank}", text)
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Raise RankFailedError with the places of all ranks if a collective timed out in the `with` block."""
+    def published(self, store: Any) -> Iterator[None]:
+        """Publish the places and the end of the `with` block. Explain a collective that breaks in it.
+
+        Args:
+            store: The job's store. None if there are no other ranks, or if they have no store.
+
+        Raises:
+            RankFailedError: A collective broke or timed out. The message names the rank that failed, or all places.
+        """
+        self._store, self._since = store, time.monotonic()
+        thread = threading.Thread(target=self._print_if_late, name="autosplit-progress", daemon=True)
+        if store is not None:
+            thread.start()
         try:
             yield
-        except Exception as error:
-            waited_s = time.monotonic() - self._since
-            if self.store is None or waited_s < 0.95 * self._timeout_s or not is_broken_off(error):
-                raise
-            raise self._timed_out(self.store, waited_s, error) from error
+        except BaseException as error:
+            frames = user_frames(error.__traceback__)
+            where = f" ({frames[-1]})" if frames else ""
+            if store is not None and _is_explained(error):
+                self._publish("end", f"waits {self.place}")
+                raise self._explanation(where) from error
+            said = one_line(error) if is_failure(error) else f"{type(error).__name__}, exit code 0"
+            self._publish("end", f"failed {said}{where}" if is_failure(error) else f"left {said}")
+            raise
+        else:
+            self._publish("end", "left the block ended")
+        finally:
+            self._over.set()
+            if store is not None:
+                thread.join()
+            self._store = None  # a reference would keep the store's thread alive
 
-    def _timed_out(self, store: Any, waited_s: float, error: Exception) -> RankFailedError:
-        frames = user_frames(error.__traceback__)
-        where = f" ({frames[-1]})" if frames else ""
-        others = self._places(store)
-        elsewhere = {rank: place for rank, place in others.items() if place != self.place} or others
-        places = ", ".join(f"rank {rank} is {place}" for rank, place in [*elsewhere.items()][:4])
+    def _explanation(self, where: str) -> RankFailedError:
+        waited_s = time.monotonic() - self._since
+        head_start = time.monotonic() + HEAD_START_S
+        with suppress(Exception):  # rank 0 may have ended, and it may have the store
+            self._store.wait([f"end/{rank}" for rank in self._others], timedelta(seconds=HEAD_START_S))
+        time.sleep(max(0.0, head_start - time.monotonic()))
+        found = self._found()
+        for rank, (kind, text) in found.items():
+            if kind == "failed":
+                return RankFailedError(
+                    f"rank {rank} failed: {text}. This rank {self._rank} stops, because the ranks train together. "
+                    "Start the job again, unless its launcher restarts it",
+                    rank=rank,
+                    cause=text,
+                )
+        for rank, (kind, text) in found.items():
+            if kind == "left":
+                return RankFailedError(
+                    f"rank {rank} left autosplit.ddp.setup ({text}) while this rank {self._rank} waited for it "
+                    f"{self.place}{where}. All ranks must take the same number of steps and leave together",
+                    rank=rank,
+                    cause=text,
+                )
+        places, first = self._places(found)
+        long = waited_s > 0.95 * self._timeout_s
+        advice = " If a rank may take longer, pass timeout_s= to autosplit.ddp.setup" if long else ""
         return RankFailedError(
             f"rank {self._rank} waited {waited_s:.0f} s for the other ranks {self.place}{where}, but {places}. All "
-            "ranks must run the same steps. If a rank may take longer, pass timeout_s= to autosplit.ddp.setup",
-            rank=next(iter(elsewhere)),
-            cause=f"a collective timed out: {places}",
+            f"ranks must run the same steps. Read the output of these ranks.{advice}",
+            rank=first,
+            cause=f"a collective {'timed out' if long else 'broke'}: {places}",
         )
 
-    def _places(self, store: Any) -> dict[int, str]:
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        places = dict.fromkeys(others, "at an unknown place")
-        with suppress(Exception):  # rank 0 may have ended, and it has the store
-            store.set(f"waits/{self._rank}", self.place)
-            with suppress(Exception):
-                store.wait([f"waits/{rank}" for rank in others], timedelta(seconds=_OTHERS_S))
-            for rank in others:
-                key = next((key for key in (f"waits/{rank}", f"place/{rank}") if store.check([key])), None)
-                if key is not None:
-                    places[rank] = store.get(key).decode()
-        return places
+    def _found(self) -> dict[int, tuple[str, str]]:
+        """Return the last message of each other rank: its kind ("failed", "left", "waits" or "silent"), and its text.
+
+        A "silent" rank did not say that it waits or ended. Its text is the last place that it published.
+        """
+        found = dict.fromkeys(self._others, ("silent", "at an unknown place"))
+        with suppress(Exception):  # rank 0 may have ended, and it may have the store
+            for rank in self._others:
+                if self._store.check([f"end/{rank}"]):
+                    kind, _, text = self._store.get(f"end/{rank}").decode().partition(" ")
+                    found[rank] = kind, text
+                elif self._store.check([f"place/{rank}"]):
+                    found[rank] = "silent", self._store.get(f"place/{rank}").decode()
+        return found
+
+    def _places(self, found: dict[int, tuple[str, str]]) -> tuple[str, int]:
+        """Describe the places of the silent ranks, or else of those that wait elsewhere. Return the first rank, too."""
+        silent = {rank: text for rank, (kind, text) in found.items() if kind == "silent"}
+        elsewhere = {rank: text for rank, (_, text) in found.items() if text != self.place}
+        named = silent or elsewhere or {rank: text for rank, (_, text) in found.items()}
+        verb = "does not answer (killed, stopped or busy) and was last seen" if silent else "is"
+        places = ", ".join(f"rank {rank} {verb} {text}" for rank, text in [*named.items()][:_NAMED])
+        return places, next(iter(named))
+
+    def _print_if_late(self) -> None:
+        late_s, printed = _LATE * self._timeout_s, 0.0
+        while not self._over.wait(late_s if printed == self._since else self._since + late_s - time.monotonic()):
+            since = self._since
+            if printed == since or time.monotonic() < since + late_s:
+                continue
+            printed = since
+            self._publish("place", self.place)
+            self._over.wait(HEAD_START_S)  # the other ranks publish their places at about the same time
+            places = ", ".join(f"rank {rank}: {text}" for rank, (_, text) in [*self._found().items()][:_NAMED])
+            print_line(
+                f"autosplit: rank {self._rank} has been {self.place} for {time.monotonic() - since:.0f} s ({places}). "
+                f"A collective that waits for {self._timeout_s:.0f} s ends the job."
+            )
+
+
+def _is_explained(error: BaseException) -> bool:
+    """Return whether another rank is the cause. Ctrl-C is not, nor the error of an inner `setup`."""
+    return isinstance(error, Exception) and not isinstance(error, RankFailedError) and is_broken_off(error)

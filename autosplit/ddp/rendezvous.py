@@ -159,6 +159,12 @@ def meeting_place(place: Place) -> Any:
     return stores.PrefixStore(_agreed_round(group, place, store.timeout.total_seconds()), group)
 
 
+def store_of_group() -> Any:
+    """Return the store of the process group that exists already. None for MPI, and if torch drops the private name."""
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return None if find is None else find()
+
+
 def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
     """Agree with the other ranks on a new name that no earlier process of this job used.
 

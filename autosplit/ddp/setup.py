@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,7 @@ from autosplit.accelerators import backend, is_accelerator
 from autosplit.addons import addon
 from autosplit.ddp.context import Context
 from autosplit.ddp.device import agreed_backend, device_for, told_by_all
-from autosplit.ddp.failure import TOLD_AFTER_S, Watch, abort_group, group_sockets, open_sockets, told_if_long
+from autosplit.ddp.failure import TOLD_AFTER_S, abort_group, is_failure, recorded, told_if_long
 from autosplit.ddp.find_plan import names_plan, plan_for_job
 from autosplit.ddp.progress import Progress
 from autosplit.ddp.rendezvous import (
@@ -24,6 +25,7 @@ from autosplit.ddp.rendezvous import (
     explain_taken_port,
     meeting_place,
     place_here,
+    store_of_group,
 )
 from autosplit.ddp.user_collectives import user_collectives
 from autosplit.errors import InputError, PlanError
@@ -31,6 +33,9 @@ from autosplit.launcher import end_with_launcher
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import without_notes
 from autosplit.plan.torchrun import PLAN_VARIABLE
+
+_JOINS = itertools.count()
+"""Counts the calls of `setup`, because a process group may serve several. The numbers agree on all ranks."""
 
 
 @contextmanager
@@ -48,12 +53,10 @@ def setup(
     group is destroyed at the end of the block. After that, wrapped models still have their `module` and `state_dict`,
     and run forwards in `eval()` or without gradients.
 
-    If an exception other than `sys.exit(0)` ends a rank's block, the rank notifies the others. They detect a killed
-    rank at once, and a machine or network that went down after 15 s. Their collectives are then aborted and they raise
-    RankFailedError. A process that has not left within 10 s is killed, with exit code 1. A message on stderr names a
-    stopped rank (SIGSTOP) after 12 s, and a rank that never joins after 15 s. If an existing group uses gloo and the
-    failed rank is alive, the other ranks' collectives cannot be aborted, so these ranks are killed. On Linux, a rank
-    ends with the torchrun or `autosplit launch` that started it, even if that process is killed.
+    If an exception other than `sys.exit(0)` ends a rank's block, the rank writes it into torchrun's error file, and
+    torchrun's report shows it. torchrun, ``srun --kill-on-bad-exit=1`` and Ray end the other ranks. If another rank's
+    failure breaks a collective first, the waiting rank raises RankFailedError with the cause. On Linux, a rank ends
+    with the torchrun or `autosplit launch` that started it, even if that process is killed.
 
     Args:
         profile: A plan, or a file that `Plan.save` wrote. Default: the file in the environment variable
@@ -62,8 +65,9 @@ def setup(
             measured times for the devices that are there, with the same samples per optimizer step. Every kind of
             device must be in the plan. `ctx.plan` is the plan in use. See `torchrun --nnodes 1:4`.
         timeout_s: The longest time in seconds that a rank waits for the others in a collective. Then its error names
-            the place of each rank, and the job ends. Increase it if one rank works alone for longer, for example in
-            an evaluation. It does not apply to a process group that exists already.
+            the place of each rank, and the job ends. NCCL ends the process without an error, so the rank prints the
+            places after 80% of the time. Increase it if one rank works alone for longer, for example in an
+            evaluation. It does not apply to a process group that exists already.
 
     Yields:
         The rank's `Context`.
@@ -76,14 +80,17 @@ def setup(
         InputError: A variable of torchrun or Slurm is missing or wrong. Or a machine resolves its own name to an
             address that the other machines cannot reach.
         RankFailedError: Another rank failed, or a collective timed out. Raised at the end of the block.
-
-    Warns:
-        UnwatchedWarning: The separate connection to rank 0 failed, so failures of ranks are not detected.
     """
     if not timeout_s > 0:
         raise InputError(
             f"timeout_s is {timeout_s!r}. Expected seconds above 0. Leave timeout_s out for 600.", code="timeout-range"
         )
+    with recorded(), _joined(profile, elastic, timeout_s) as ctx:
+        yield ctx
+
+
+@contextmanager
+def _joined(profile: Plan | str | os.PathLike[str] | None, elastic: bool, timeout_s: float) -> Iterator[Context]:
     end_with_launcher()
     place = place_here()
     plan, _ = plan_for_job(profile, None if elastic else place.world_size)
@@ -102,45 +109,46 @@ def setup(
     device = device_for(plan, place)
     if is_accelerator(device.type):
         backend(device.type).set_device(device)  # NCCL sends from the current device
-    watch = Watch(place.rank, place.world_size)
     progress = Progress(place.rank, place.world_size, timeout_s)
-    watch.on_sign = progress.print_if_late
     ctx = Context(plan, place.rank, device, progress, is_named=names_plan(profile))
-    try:
-        with _process_group(place, watch, ctx, store, progress, timeout_s) as sockets:
-            watch.begin(sockets)
-            with watch.telling(), progress.explained(), user_collectives():
-                agree_on(plan, place.rank)
-                yield ctx
-    finally:
-        watch.end()
+    with (
+        _process_group(place, ctx, store, timeout_s) as joined,
+        progress.published(joined),
+        user_collectives(),
+    ):
+        agree_on(plan, place.rank)
+        yield ctx
 
 
 @contextmanager
-def _process_group(
-    place: Place, watch: Watch, ctx: Context, store: Any, progress: Progress, timeout_s: float
-) -> Iterator[Mapping[int, str]]:
+def _process_group(place: Place, ctx: Context, store: Any, timeout_s: float) -> Iterator[Any]:
+    """Create the process group, if there is none, and destroy it at the end. Yield the job's store."""
     if dist.is_initialized():
-        yield {}
+        yield _published_in(store_of_group(), place)
         return
     store = store or _joined_store(place)
     with _joining(place):
         chosen = agreed_backend(store, place, ctx.device, ctx.plan)
-        before = open_sockets()
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(chosen, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
-    progress.store = dist.PrefixStore("autosplit/progress", store) if place.world_size > 1 else None  # type: ignore[attr-defined]
+    has_failed = False
     try:
-        yield group_sockets(before)
+        yield _published_in(store, place)
+    except BaseException as error:
+        has_failed = is_failure(error)
+        raise
     finally:
-        progress.store = None  # a reference would keep the store's thread alive
         ctx.part_from_group()
-        if watch.failed:
-            with suppress(Exception):  # an error here must not hide the failure of the rank
+        with suppress(Exception) if has_failed else nullcontext():  # a second error must not hide the first
+            if has_failed:
                 abort_group(dist.group.WORLD)
-                dist.destroy_process_group()
-        else:
             dist.destroy_process_group()
+
+
+def _published_in(store: Any, place: Place) -> Any:
+    if store is None or place.world_size == 1:
+        return None
+    return dist.PrefixStore(f"autosplit/progress/{next(_JOINS)}", store)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 from autosplit.accelerators import is_accelerator
@@ -17,7 +19,7 @@ from autosplit.rng import kept_rng
 from autosplit.runtime.live_tensors import untouched
 from autosplit.runtime.prepare import build, follow, isolated_runtime, runtime_for, workload_source
 from autosplit.solve.memory import Ceiling, Role
-from autosplit.workload.workload import COPYING
+from autosplit.workload.workload import COPYING, Workload
 
 _UNBOUNDED_BYTES = 2**62
 """More bytes than any device has."""
@@ -66,9 +68,10 @@ def find_ceiling(
         raise InputError(
             f"{len(request.devices)} devices are given. Expected one. Call find_ceiling for each.", code="one-device"
         )
-    asked, held = role, {"held": (role,)} if role in COPYING else {}
-    role = "rank" if held else role
-    source = workload_source(workload, None, held)
+    asked, source = role, workload_source(workload, None, {})
+    if role == "eval" or role in COPYING:
+        source = _holding(source, role) if isinstance(source, Workload) else partial(_built_holding, source, role)
+    role = "rank" if role in COPYING else role
     devices: tuple[Device, ...] = request.devices
     capacities_bytes, index = request.capacities_bytes, 0
     if role == "replica":
@@ -95,6 +98,21 @@ def find_ceiling(
             raise does_not_fit(prober, index)
         lost = () if isolated is None else isolated.notes
         return replace(found, role=asked, device=request.devices[0].label, notes=(*followed.notes, *lost))
+
+
+def _holding(workload: Workload, role: Role) -> Workload:
+    """Return the workload with what its steps hold for a role. Evaluation may already be next to training."""
+    return (
+        workload
+        if role == "eval" and workload.held
+        else replace(workload, held=("forward" if role == "eval" else role,))
+    )
+
+
+def _built_holding(build: Callable[[], Workload], role: Role) -> Workload:
+    built = build()
+    # The caller raises for a function that returns something other than a Workload.
+    return _holding(built, role) if isinstance(built, Workload) else built
 
 
 def _beside_companion(device: Device, capacity_bytes: int) -> tuple[tuple[Device, ...], tuple[int, ...], int]:

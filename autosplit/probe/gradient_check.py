@@ -61,7 +61,7 @@ def check(workload: Any) -> tuple[Check, ...]:
         workload: A `Workload`, or a function that returns a `Workload`.
 
     Returns:
-        The check of the whole gradient first (with `step=`, one for each optimizer), then of BatchNorms and the loss.
+        The check of the whole gradient first (with `step=`, one for each optimizer), then BatchNorms and the loss.
 
     Raises:
         WorkloadError: The sample batch has fewer than 4 samples, and there is no `make_batch`. Or the gradient is not

@@ -25,32 +25,24 @@ PROFILES = ("auto", "refresh", "off")
 
 
 class Deadline:
-    """A time limit that begins now. Time that is spent waiting for other processes does not count.
+    """A time limit that begins now.
 
     Attributes:
         end_s: `time.monotonic()` at the end. None for no limit.
     """
 
-    def __init__(self, limit_s: float | None = None, whole: Deadline | None = None) -> None:
+    def __init__(self, limit_s: float | None = None) -> None:
         self.end_s = None if limit_s is None else time.monotonic() + limit_s
-        self._whole = whole
 
     @property
     def remaining_s(self) -> float | None:
         """The remaining seconds, or None for no limit."""
         return None if self.end_s is None else max(0.0, self.end_s - time.monotonic())
 
-    def extend(self, seconds: float) -> None:
-        """Move the end, and also the end of the deadline that this deadline is a part of."""
-        if self.end_s is not None:
-            self.end_s += seconds
-        if self._whole is not None:
-            self._whole.extend(seconds)
-
     def part(self, parts: int) -> Deadline:
         """Return a deadline with 1 / `parts` of the remaining time."""
         remaining_s = self.remaining_s
-        return Deadline(None if remaining_s is None else remaining_s / parts, self)
+        return Deadline(None if remaining_s is None else remaining_s / parts)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from autosplit.workload.workload import modules_of
 
 if TYPE_CHECKING:
     from autosplit.devices.device import Device
+    from autosplit.plan.plan import Plan
     from autosplit.workload.workload import Workload
 
 _GIB = 2**30
@@ -93,8 +95,6 @@ def workload_of(workload: Workload) -> dict[str, Any]:
     plain = ("precision", "loss_reduction", "loss_scope", "batch_dim")
     if workload.checkpointing is not None:
         described["checkpointing"] = str(workload.checkpointing)
-    if "eval" in workload.held and workload.evaluate is not None:
-        described["evaluate"] = digest_of(Describer().of(workload.evaluate))
     return {**described, **{name: getattr(workload, name) for name in plain}}
 
 
@@ -127,3 +127,21 @@ class ProfileKey:
         facts = {fact: value for fact, value in self.request.items() if fact != "name"}
         parts = {"machine": self.machine, "workload": self.workload, "request": facts}
         return digest_of({"schema": SCHEMA_VERSION, **parts, "name": self.request.get("name")})
+
+    def differences(self, plan: Plan) -> dict[str, list[str]]:
+        """Return the facts in which a saved plan differs, by part: ``{"machine": ["torch"]}``."""
+        found: dict[str, list[str]] = {}
+        for part in ("machine", "workload", "request"):
+            saved, wanted = getattr(plan, part), getattr(self, part)
+            names = [name for name in {*saved, *wanted} if _text(saved, name) != _text(wanted, name)]
+            if names:
+                found[part] = sorted(names)
+        return found
+
+
+def _text(facts: Mapping[str, Any], name: str) -> str | None:
+    """Return a fact as JSON, or None if there is none or if its value is nested too deeply or too long."""
+    try:
+        return json.dumps(facts[name], sort_keys=True)
+    except (KeyError, RecursionError, ValueError):
+        return None

@@ -7,7 +7,6 @@ for its own key. Files are untrusted. An invalid file is renamed with a note, an
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -41,11 +40,11 @@ NOT_SAVED = "plan-not-saved"
 LEFT_OVER_S = 60.0
 """Age in seconds after which a partly written file is removed. Writing takes milliseconds, so its writer died."""
 
-TURN_SUFFIX = ".tuning.lock"
-"""Suffix of the lock file for processes that tune for the same profile."""
-
 BAD_SUFFIX = ".bad"
 """Suffix of an invalid file after renaming. A later invalid file replaces it."""
+
+_SUFFIXES = (BAD_SUFFIX, ".tuning.lock", ".lock")
+"""Suffixes of a profile's other files. autosplit 0.2 and earlier wrote locks."""
 
 _KEY_CHARACTERS = frozenset("0123456789abcdef")
 
@@ -70,11 +69,6 @@ def _path_of(key: str) -> Path:
     assert key, "a key is by key_of"
     assert _KEY_CHARACTERS.issuperset(key), key
     return profiles_folder() / f"{key}.json"
-
-
-def turn_path(key: str) -> Path:
-    """Return the lock file for processes that tune for a key."""
-    return _path_of(key).with_suffix(TURN_SUFFIX)
 
 
 def find(key: str, wanted: ProfileKey) -> Found:
@@ -139,29 +133,15 @@ def _read(path: Path) -> Plan | None:
 
 
 def _refuse_foreign(plan: Plan, wanted: ProfileKey) -> None:
-    for what in ("machine", "workload", "request"):
-        stored, given = getattr(plan, what), getattr(wanted, what)
-        differing = sorted(
-            name
-            for name in {*stored, *given}
-            if name not in stored or name not in given or not _same(stored[name], given[name])
+    for part, names in wanted.differences(plan).items():
+        raise ProfileError(
+            f"it is for another {part} ({', '.join(names)[:200]} differ). Expected this {part}'s. "
+            "Delete it, or let this run replace it",
+            code="profile-foreign",
         )
-        if differing:
-            raise ProfileError(
-                f"it is for another {what} ({', '.join(differing)[:200]} differ). Expected this {what}'s. "
-                "Delete it, or let this run replace it",
-                code="profile-foreign",
-            )
     expected = [(run["kind"], run["name"]) for run in wanted.machine["devices"] for _ in range(run["count"])]
     if [(device.kind, device.name) for device in plan.devices] != expected:
         raise _SpoiledError("its devices differ from its machine's. Expected equal ones")
-
-
-def _same(stored: Any, given: Any) -> bool:
-    try:
-        return json.dumps(stored, sort_keys=True) == json.dumps(given, sort_keys=True)
-    except (RecursionError, ValueError):
-        return False
 
 
 def stored(key: ProfileKey, plan: Plan) -> tuple[Path | None, tuple[Note, ...]]:
@@ -241,7 +221,7 @@ def read_profile(path: Path) -> Plan:
 
 
 def remove_profile(path: Path) -> None:
-    """Remove a profile with its other files. A lock that a process holds stays.
+    """Remove a profile with its other files.
 
     Raises:
         ProfileError: The file can't be deleted.
@@ -258,7 +238,7 @@ def remove_profile(path: Path) -> None:
 
 
 def remove_left_over() -> None:
-    """Remove lock files, renamed files and partly written files of removed profiles."""
+    """Remove renamed files and partly written files of removed profiles, and locks of autosplit 0.2."""
     folder = profiles_folder()
     keys = {path.name.partition(".")[0] for path in folder.glob("[!.]*") if path.suffix in (".lock", BAD_SUFFIX)}
     keys |= {path.name.split(".")[1] for path in folder.glob(".*.json.*")}
@@ -268,22 +248,10 @@ def remove_left_over() -> None:
 
 
 def _remove_beside(path: Path) -> None:
-    """Remove the other files of a removed profile: its lock, the renamed invalid file, and partly written files.
-
-    Acquire the lock first, so that no other process holds it. A process that has opened its file detects the removal,
-    and makes another lock file.
-    """
-    if not path.parent.is_dir():
-        return
-    import filelock  # slow to import, and not needed to read
-
+    """Remove the other files of a removed profile: the renamed invalid file, and partly written files."""
     _sweep(path, 0.0)
-    for suffix in (BAD_SUFFIX, ".lock"):  # older versions used ".lock"
+    for suffix in _SUFFIXES:
         _discard(path.with_suffix(suffix))
-    lock = path.with_suffix(TURN_SUFFIX)
-    held = filelock.FileLock(lock, timeout=0, mode=OWNER_ONLY, fallback_to_soft=False)
-    with contextlib.suppress(OSError, NotImplementedError), held:  # filelock's time-out is an OSError
-        _discard(lock)
 
 
 def _written_ns(path: Path) -> int:

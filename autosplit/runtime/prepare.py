@@ -121,8 +121,8 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
     """Make a source from `tune`'s first arguments.
 
     Args:
-        described: The workload's other keywords. None counts as missing. `precision`, `checkpointing` and `held`
-            override a Workload's values.
+        described: The workload's other keywords. None counts as missing. `precision` and `checkpointing` override a
+            Workload's values.
     """
     if isinstance(torch.empty(0), FakeTensor):
         raise InputError(
@@ -131,9 +131,7 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
             code="fake-tensor-mode",
         )
     options = {name: value for name, value in described.items() if value is not None}
-    changes: dict[str, Any] = {
-        name: options.pop(name) for name in ("precision", "checkpointing", "held") if name in options
-    }
+    changes: dict[str, Any] = {name: options.pop(name) for name in ("precision", "checkpointing") if name in options}
     if sample_batch is not None:
         if isinstance(given, Workload):
             raise InputError(
@@ -172,7 +170,8 @@ def _changed(source: Source, changes: Mapping[str, Any]) -> Source:
     precision = precision_name(changes.get("precision", "none"))
     if precision not in PRECISIONS:
         raise WorkloadError(
-            f"precision is {precision!r}. Expected one of {', '.join(map(repr, PRECISIONS))}.",
+            f"precision is {precision!r}. Expected one of {', '.join(map(repr, PRECISIONS))}. 'none' is fp32, or "
+            "the precision of the model.",
             code="precision",
         )
     if not changes:

@@ -495,7 +495,9 @@ def _traced_once(
     tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device, kernels=own, values=values)
     try:
         tracer.trace(shape)
-        if "eval" in workload.held:  # `generate` usually reads values, so check now whether it works
+        if not {"eval", "forward"}.isdisjoint(
+            workload.held
+        ):  # `generate` usually reads values, so check now whether it works
             tracer.trace(replace(shape, arrangement="eval"))
     except BaseException:
         tracer.trainee.restore()

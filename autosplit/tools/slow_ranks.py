@@ -35,6 +35,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from autosplit.accelerators import backend, is_accelerator
+from autosplit.ddp.rendezvous import store_of_group
 from autosplit.errors import SlowRankWarning, warn_user
 from autosplit.notes import Note
 from autosplit.parallel.step_listener import StepListener
@@ -141,8 +142,7 @@ class SlowRanks(StepListener):
     def _has_store(self) -> bool:
         """Return whether the ranks have a store. Groups of MPI have none."""
         if self.store is None:
-            find = getattr(dist.distributed_c10d, "_get_default_store", None)
-            store = None if find is None else find()
+            store = store_of_group()
             self.store = False if store is None else dist.PrefixStore(self._prefix, store)  # type: ignore[attr-defined]
         return bool(self.store)
 

@@ -120,11 +120,12 @@ def tune_best(
     described["loss_reduction"] = loss_reduction
     variants = [*itertools.product(precisions, layers)]
 
-    def source_of(variant: int, _number: int) -> Source:
-        chosen = {"precision": variants[variant][0], "checkpointing": variants[variant][1]}
-        return workload_source(model_or_workload, sample_batch, {**described, **chosen})
-
-    names = [_name_of(*variant, several=len(precisions) > 1) for variant in variants]
+    # Make all sources first, so that an invalid variant raises before any variant is tuned.
+    sources: list[Source] = [
+        workload_source(model_or_workload, sample_batch, {**described, "precision": name, "checkpointing": chosen})
+        for name, chosen in variants
+    ]
+    names = [_name_of(*variant, len(precisions), len(layers)) for variant in variants]
     plans: dict[str, Plan] = {}
     misfits: list[DoesNotFitError] = []
     with heard_by(progress) as heard:
@@ -133,7 +134,7 @@ def tune_best(
             timed = replace(request, deadline=request.deadline.part(len(names) - number))
             told = tell if len(names) == 1 else part_of(tell, number, len(names), name)
             try:
-                plans[name] = tuned(timed, partial(source_of, number), told, heard=heard, isolate=isolate)
+                plans[name] = tuned(timed, partial(_source, sources[number]), told, isolate=isolate)
             except TuningInterrupted as interrupted:
                 raise _interrupted(plans, name, interrupted.plan) from None
             except DoesNotFitError as misfit:  # other variants may fit
@@ -144,6 +145,10 @@ def tune_best(
     best = _best_of(plans, notes)
     warned(best.plan)
     return best
+
+
+def _source(source: Source, _number: int) -> Source:
+    return source
 
 
 def _interrupted(plans: dict[str, Plan], name: str, found: Plan | None) -> TuningInterrupted:
@@ -180,20 +185,23 @@ def _save_last(plan: Plan, tried: Note) -> None:
 
 def _without_bf16(wanted: tuple[str | None, ...], devices: Any, strategy: str) -> list[str]:
     """Return the devices without native bfloat16, the same on all ranks of a job."""
+    from autosplit.ddp.rendezvous import place_here
     from autosplit.tuning.rank_group import in_a_job, peers_here
 
-    own = parse_devices(devices_of_process(devices, strategy), ask_memory=False)
+    here = parse_devices(devices_of_process(devices, strategy), ask_memory=False)
     if strategy != "ddp" or not in_a_job():
-        return without_bf16(wanted, own)
+        return without_bf16(wanted, here)
+    own = here[(place_here().local_rank or 0) % len(here)]  # of a CPU's budgets, each rank has one
     with peers_here() as peers:
-        found = peers.all_run(lambda: without_bf16(wanted, own))
+        found = peers.all_run(lambda: without_bf16(wanted, [own]))
         peers.part()
     return [*itertools.chain(*found)]
 
 
-def _name_of(precision: str | None, layers: Checkpointing | None, *, several: bool) -> str:
-    parts = [f"precision {precision}"] if several else []
-    return ", ".join([*parts, str(layers or "no checkpointed layer")])
+def _name_of(precision: str | None, layers: Checkpointing | None, precisions: int, choices: int) -> str:
+    parts = [f"precision {precision}"] if precisions > 1 else []
+    parts += [str(layers or "no checkpointed layer")] if choices > 1 else []
+    return ", ".join(parts)
 
 
 def checkpointing_list(value: Any) -> tuple[Checkpointing | None, ...]:

@@ -120,7 +120,7 @@ def tune_lengths(
 
     with worker_for(request, source_of, isolate=isolate) as worker, heard_by(progress) as heard:
         tell = onward(heard or quiet)
-        plan = drive(worker, lambda workers: _tuned(Tuning(workers, worker.job.request, tell, heard), numbers))
+        plan = drive(worker, lambda workers: _tuned(Tuning(workers, worker.job.request, tell), numbers))
     return warned(plan)
 
 

@@ -104,8 +104,8 @@ def tune_sharded(
             Default: tune first.
         devices: See `autosplit.tune`.
         reserve: See `autosplit.tune`.
-        **options: Other keyword arguments of `autosplit.tune`, except `strategy`, `lengths`, `fits`
-            and `checkpointing`. A model that checkpoints its layers itself works.
+        **options: Other keyword arguments of `autosplit.tune`, except `strategy`. A model that checkpoints its layers
+            itself works.
 
     Raises:
         InputError: An argument is invalid. FSDP2 can't shard the model. Or this process is a rank of a job.
@@ -157,7 +157,7 @@ def tune_sharded(
         )
 
 
-_DESCRIBED = {"compute_loss", "optimizer", "loss_reduction", "batch_dim", "make_batch"}
+_DESCRIBED = {"compute_loss", "optimizer", "loss_reduction"}
 """Arguments of `tune` that describe the workload."""
 
 
@@ -167,11 +167,9 @@ _PARAM_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 def _refuse_options(options: Mapping[str, Any], param_dtype: Any, reshards: Any) -> None:
     refuse_unknown(tune_sharded, options, tune)
-    refused = sorted({"strategy", "lengths", "checkpointing", "fits"} & options.keys())
-    if refused:
+    if "strategy" in options:
         raise InputError(
-            f"{refused[0]}={options[refused[0]]!r:.80} was passed. Expected none: tune_sharded plans training only, "
-            "with DDP, samples of one length, and a model that checkpoints its layers itself. Leave the argument out.",
+            f"strategy={options['strategy']!r:.80} was passed. Expected none: tune_sharded plans DDP. Leave it out.",
             code="sharded-option",
         )
     if param_dtype is not None and param_dtype not in _PARAM_DTYPES:

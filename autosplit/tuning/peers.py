@@ -15,16 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import distributed as dist
 
 from autosplit.errors import AutosplitError, RankFailedError, from_user_code, one_line
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.runtime.trainee import ran_a_step
-
-if TYPE_CHECKING:  # a type only: tuning in one process does not need autosplit.ddp
-    from autosplit.ddp.failure import Watch
 
 T = TypeVar("T")
 
@@ -35,7 +32,10 @@ torchrun forwards a Ctrl-C that its processes have already received, so one keyp
 """
 
 CUT_S = 10.0
-"""Longest wait in seconds until a collective is aborted. After that, the process is killed."""
+"""Longest wait in seconds until a collective is aborted."""
+
+LOOK_EVERY_S = 0.1
+"""Time in seconds between two looks whether another rank failed."""
 
 _WAITED = re.compile(r"gloo|NCCL|[Tt]imed out waiting|Connection (?:closed|reset)")
 """torch's messages if the other end of a collective is gone (gloo transport/tcp/*.cc, ProcessGroupNCCL.cpp)."""
@@ -107,56 +107,48 @@ class Interrupts:
 class _Attempts:
     """Number the steps that all ranks run together. If one rank fails, the step is aborted on all ranks.
 
-    A rank that waits in an NCCL collective does not return until NCCL's watchdog kills its process. So the watch
-    notifies this rank of another rank's failure. Without a watch, each rank waits for the group's timeout. See Note
-    [How ranks wait] in `ddp.failure`.
+    A rank that waits in an NCCL collective returns only if its group is aborted. So the rank that failed writes the
+    number of the attempt into the job's store, and a thread of each other rank looks for it. Without a store, and with
+    gloo, which cannot abort (torch 2.13), the ranks wait for the group's time-out.
     """
 
-    def __init__(self, watch: Watch | None) -> None:
+    def __init__(self, store: Any) -> None:
         self.was_cut = False
-        self._watch = watch
+        self._store = store
         self._number = 0
-        self._missing: set[str] = set()
-        self._cut: Callable[[], None] | None = None
-        self._cutting: threading.Thread | None = None
-        self._lock = threading.Lock()
-        if watch is not None:
-            watch.on_missing = self._heard
 
     @contextmanager
     def next(self, cut: Callable[[], None] | None) -> Iterator[None]:
         """Run one attempt. If another rank fails, `cut` aborts the collectives of this rank in another thread."""
-        with self._lock:
-            self._number += 1
-            self._cut, self._cutting = cut, None
-            self.was_cut = cut is not None and str(self._number) in self._missing
+        self._number += 1
+        self.was_cut = False
+        if cut is None or self._store is None:
+            yield
+            return
+        key, over = f"failed/{self._number}", threading.Event()
+        thread = threading.Thread(target=self._look, args=(key, over, cut), name="autosplit-cut", daemon=True)
+        thread.start()
         try:
-            if self.was_cut:
-                raise RuntimeError("another rank did not call it")
             yield
         except BaseException:
-            with self._lock:
-                self._cut = None  # ignore later messages, because this failure may already have cut off the other ranks
-            if cut is not None and not self.was_cut and self._watch is not None:
-                self._watch.say_missing(str(self._number))
-                self._begin_cutting(cut)  # A collective that began before the failure still waits for the other ranks.
+            over.set()
+            thread.join(CUT_S)
+            if not self.was_cut:
+                with contextlib.suppress(Exception):  # the process that has the store may have ended
+                    self._store.set(key, "")
+                cut()  # a collective that began before the failure still waits for the other ranks
             raise
         finally:
-            with self._lock:
-                self._cut = None
-            if self._cutting is not None:
-                self._cutting.join(CUT_S)
+            over.set()
+            thread.join(CUT_S)
 
-    def _heard(self, number: str) -> None:
-        with self._lock:
-            self._missing.add(number)  # This rank may begin the attempt later.
-            if number in ("", str(self._number)) and self._cut is not None:
-                self.was_cut = True
-                self._begin_cutting(self._cut)
-
-    def _begin_cutting(self, cut: Callable[[], None]) -> None:
-        self._cutting = threading.Thread(target=cut, name="autosplit-cut", daemon=True)
-        self._cutting.start()
+    def _look(self, key: str, over: threading.Event, cut: Callable[[], None]) -> None:
+        with contextlib.suppress(Exception):  # the process that has the store may have ended
+            while not self._store.check([key]):
+                if over.wait(LOOK_EVERY_S):
+                    return
+            self.was_cut = True
+            cut()
 
 
 class Peers:
@@ -168,9 +160,7 @@ class Peers:
         orders: Number of orders so far, equal on all ranks.
     """
 
-    def __init__(
-        self, rank: int, world_size: int, group: Any, interrupts: Interrupts, watch: Watch | None = None
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, group: Any, interrupts: Interrupts, store: Any = None) -> None:
         self.parted = self.stopped = False
         self.rank = rank
         self.world_size = world_size
@@ -178,7 +168,7 @@ class Peers:
         self.orders = 0
         self._came = False
         self._group = group
-        self._attempts = _Attempts(watch)
+        self._attempts = _Attempts(store)
 
     def gathered(self, value: T) -> list[T]:
         """Return every rank's value, in the order of the ranks. Raise RuntimeError if a rank has gone."""

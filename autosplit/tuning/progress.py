@@ -44,8 +44,8 @@ class Progress:
     """The progress of a tuning.
 
     Attributes:
-        stage: ``"building"``, ``"waiting"`` for another process, ``"tracing"``, ``"checks"``, ``"ceilings"``,
-            ``"times"``, ``"search"``, ``"confirming"``, ``"lengths"`` of samples or ``"done"``.
+        stage: ``"building"``, ``"tracing"``, ``"checks"``, ``"ceilings"``, ``"times"``, ``"search"``,
+            ``"confirming"``, ``"lengths"`` of samples or ``"done"``.
         message: A short description: ``"probing device 1 of 2: cuda:0 as primary"``.
         fraction: Estimated fraction of the whole tuning, 0 to 1, which never falls.
         steps: Number of real training steps so far.

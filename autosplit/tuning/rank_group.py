@@ -6,8 +6,9 @@ each rank   its device of its machine | all devices in the order of the ranks | 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch import distributed as dist
 
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.device import backend_for, card_of
-from autosplit.ddp.failure import Watch, group_sockets, open_sockets
-from autosplit.ddp.rendezvous import Place, explain_loopback, meeting_place, place_here
+from autosplit.ddp.failure import HEAD_START_S, recorded
+from autosplit.ddp.rendezvous import Place, explain_loopback, meeting_place, place_here, store_of_group
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, one_line
@@ -25,6 +26,9 @@ from autosplit.probe.request import Request
 from autosplit.profiles.key import machine_of
 from autosplit.tuning.peers import Interrupts, Peers, has_waited
 from autosplit.tuning.worker import Job, refuse_differing, torch_device
+
+_TALKS = itertools.count()
+"""Counts the groups for messages, because a process group may serve several. The numbers agree on all ranks."""
 
 
 def own_part(devices: Any) -> Any:
@@ -147,31 +151,18 @@ def _talking(place: Place) -> Iterator[Peers]:
     """Make a gloo group for messages, and destroy it at the end. An existing process group is not destroyed."""
     end_with_launcher()
     adopted = dist.is_initialized()
-    before = open_sockets()
-    group = dist.new_group(backend="gloo") if adopted else _met(place)
-    watch = Watch(place.rank, place.world_size)
+    group, store = (dist.new_group(backend="gloo"), store_of_group()) if adopted else _met(place)
+    if store is not None:
+        store = dist.PrefixStore(f"autosplit/tuning/{next(_TALKS)}", store)  # type: ignore[attr-defined]
     try:
-        watch.begin({} if adopted else group_sockets(before))
-        with _broken_off_named(place), watch.telling():
-            agreed = None
-            peers = Peers(place.rank, place.world_size, group, Interrupts(), watch)
-            try:
-                yield peers
-            except BaseException as error:
-                if not peers.parted:
-                    raise
-                agreed = error  # All ranks raise this error, so do not report it to them.
-        if agreed is not None:
-            raise agreed
+        with recorded(), _broken_off_named(place):
+            yield Peers(place.rank, place.world_size, group, Interrupts(), store)
     finally:
-        with (
-            suppress(RuntimeError) if watch.failed else nullcontext()
-        ):  # a failed destroy must not hide the rank's failure
+        with suppress(RuntimeError):  # a failed destroy must not hide the rank's failure
             dist.destroy_process_group(group if adopted else None)
-        watch.end()
 
 
-def _met(place: Place) -> Any:
+def _met(place: Place) -> tuple[Any, Any]:
     try:
         store = meeting_place(place)
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
@@ -182,7 +173,7 @@ def _met(place: Place) -> Any:
             "of them to call autosplit.tune. Call it on every rank, with the same arguments.",
             code="rendezvous-failed",
         ) from error
-    return dist.group.WORLD
+    return dist.group.WORLD, store
 
 
 @contextmanager
@@ -192,7 +183,9 @@ def _broken_off_named(place: Place) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, AutosplitError) or not has_waited(error):
             raise
+        time.sleep(HEAD_START_S)
         raise RankFailedError(
-            f"Rank {place.rank} stops: another rank ended without an error message ({one_line(error)}). Expected "
-            f"all {place.world_size} ranks to finish. Check the other ranks' output, and whether the system killed one."
+            f"rank {place.rank} stops, because another rank ended without an error message ({one_line(error)}). "
+            f"Expected all {place.world_size} ranks to finish. Check the other ranks' output, and whether the system "
+            "killed one."
         ) from error

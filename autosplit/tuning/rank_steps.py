@@ -3,7 +3,7 @@
 dry pass   forward, backward, update; nothing is sent | every rank reports whether the step fits
 timed      blocks of whole steps; the last backward of each step all-reduces the gradients
 
-If a rank fails while the others wait for its gradients, it aborts the all-reduce on all ranks.
+If a rank fails while the others wait for its gradients, all ranks abort NCCL's all-reduce. gloo's times out.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.accelerators import backend, is_accelerator
-from autosplit.ddp.failure import cut_off, end_process, group_sockets, open_sockets
+from autosplit.ddp.failure import abort_group
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
 from autosplit.runtime.accelerator import pinned
@@ -81,8 +80,6 @@ class RankSteps:
         self.steps = self.ooms = 0
         self._slowest_dry_s = 0.0
         self._group: Any = None
-        self._sockets: Mapping[int, str] = {}
-        self._last_resort: threading.Timer | None = None
         self._trainee: Trainee | None = None
         self._models: Models | None = None
         self._batches: dict[int, Any] = {}
@@ -241,22 +238,11 @@ class RankSteps:
         if self._group is None:
             # Only gloo raises an error after a timeout. Other back ends end the process.
             timeout = timedelta(seconds=self._patience_s) if self.backend == "gloo" else None
-            before = open_sockets()
             self._group = dist.new_group(backend=self.backend, timeout=timeout)
-            self._sockets = group_sockets(before)
 
     @property
     def _patience_s(self) -> float:
         return max(LEAST_TIMEOUT_S, TIMEOUT_STEPS * self._slowest_dry_s)
-
-    def _break_off(self) -> None:
-        """Abort this rank's collective, which waits for a failed rank. A separate thread calls this."""
-        if self.backend != "gloo":
-            why = f"another rank failed, and rank {self.peers.rank} can't leave a collective of {self.backend}"
-            self._last_resort = threading.Timer(self._patience_s, end_process, (why,))
-            self._last_resort.daemon = True
-            self._last_resort.start()
-        cut_off(self._group, self._sockets)
 
     def _wrapped(self, module: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -276,7 +262,9 @@ class RankSteps:
         Args:
             together: Whether the ranks wait for each other in the function.
         """
-        result = self.peers.all_try(lambda: self._guarded(run), cut=self._break_off if together else None)
+        result = self.peers.all_try(
+            lambda: self._guarded(run), cut=(lambda: abort_group(self._group)) if together else None
+        )
         if isinstance(result, Failure):
             self.ooms += 1
             self.close()
@@ -306,9 +294,6 @@ class RankSteps:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
-        if self._last_resort is not None:
-            self._last_resort.cancel()
-            self._last_resort = None
 
     def _release(self) -> None:
         gc.collect()

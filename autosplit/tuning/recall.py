@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from autosplit.profiles import store as profiles
 from autosplit.profiles.key import ProfileKey
 from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.profiles.store import NOT_SAVED
-from autosplit.profiles.tuning_lock import Turn, wait_limit_s
 from autosplit.profiles.validity import differing_facts, memory_shortfall
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracked_step import bucket_bytes
@@ -27,8 +26,7 @@ from autosplit.tuning.worker import Worker, Workers
 
 REFRESH_HINT = "To tune again, use --profile refresh (profile='refresh')."
 
-JOB_SLICE_S = 0.5
-"""Time in seconds between the messages that rank 0 sends to the other ranks while it waits for another process."""
+_log = logging.getLogger(__name__)
 
 STEP_BUDGET_S = 1.0
 """Time in seconds for repeating the step of a plan that was solved again, to measure its throughput."""
@@ -43,7 +41,6 @@ class Recalled:
         short: Text that names the devices with too little free memory for the plan. None if all have enough.
         differing: Facts that differ from the plan's, but do not change its key.
         unreadable: Whether the system refused to read the profile.
-        trouble: The reason why this process could not wait for other processes. None if it could.
     """
 
     plan: Plan | None = None
@@ -52,8 +49,6 @@ class Recalled:
     short: str | None = None
     differing: tuple[str, ...] = ()
     unreadable: bool = False
-    wait_notes: tuple[Note, ...] = ()
-    trouble: str | None = None
 
     @property
     def holds(self) -> bool:
@@ -97,34 +92,23 @@ def recalled(key: ProfileKey, request: Request, *, measured: bool = False) -> Re
     return Recalled(found.plan, found.path, found.notes, short, differing)
 
 
-def recalled_in_turn(key: ProfileKey, request: Request, turn: Turn, workers: Workers) -> Recalled:
-    """Look for a saved plan. If there is none, wait until no other process tunes the same workload, and look again."""
-    several = workers.job.several
-    found = recalled(key, request, measured=several)
-    if found.holds or request.profile == "off":
-        return found
-    while not turn.wait(JOB_SLICE_S if several else float("inf")):
-        workers.ask(Worker.idle)
-    request.deadline.extend(turn.waited_s)
-    # Look again even without a wait: another process may have ended between the first look and the lock.
-    again = recalled(key, request, measured=several)
-    if again.plan is None and not again.notes:  # The first look may have moved an invalid profile aside.
-        again = replace(again, notes=found.notes, unreadable=found.unreadable)
-    return replace(again, wait_notes=turn.notes, trouble=turn.trouble)
+def log_newest(key: ProfileKey) -> None:
+    """Log the parts of the key in which the newest profile differs. No other file is read."""
+    try:
+        paths = profiles.profile_paths()[:1]
+    except (OSError, ProfileError):  # there is no cache
+        return
+    for path in paths:
+        plan = profiles.read_or_none(path)
+        parts = {} if plan is None else key.differences(plan)
+        text = "; ".join(f"{part}: {', '.join(names)}" for part, names in parts.items())
+        if text:  # names of an untrusted file, which has no control characters
+            _log.info("no profile matches. The newest, %s, differs in %s", path.stem[: profiles.KEY_DIGITS], text[:400])
 
 
 def nothing_run(found: Recalled) -> Note:
     """Return the note of a plan that comes from a profile."""
     return Note("from-profile", f"{found.origin}. autosplit ran no step. {REFRESH_HINT}")
-
-
-def turn_for(key: ProfileKey, request: Request, tell: Callable[[str], None]) -> Turn:
-    """Return this process's turn to tune. If another process tunes the same workload, the turn calls `tell`."""
-    limit_s = wait_limit_s(request.deadline.remaining_s)
-    try:
-        return Turn(profiles.turn_path(key.digest), limit_s=limit_s, tell=tell)
-    except ProfileError as error:  # The cache directory is unknown.
-        return Turn(None, limit_s=limit_s, tell=tell, trouble=str(error))
 
 
 def kept(
@@ -133,13 +117,13 @@ def kept(
     found: Recalled,
     workers: Workers,
     *,
-    said: tuple[Note, ...],
     always: tuple[Note, ...],
 ) -> Plan:
     """Save a plan as a profile on each machine. Return the plan with the notes of this run, which are not saved.
 
+    If the profile was unreadable, the note of a failed save replaces the notes of `found`.
+
     Args:
-        said: Notes on the cache. If the profile was unreadable, the note of a failed save replaces them.
         always: The other notes of this run.
     """
     failed: tuple[Note, ...] = ()
@@ -152,11 +136,7 @@ def kept(
         plan = with_explanation(plan)
         answers = workers.ask(Worker.store, key, plan)
         path, failed = answers[0][0], tuple(dict.fromkeys(note for _, notes in answers for note in notes))
-    if failed and found.unreadable:
-        said = ()
-    if path is not None and found.trouble is not None:
-        text = f"autosplit could not wait for other processes that tune the same workload: {found.trouble}"
-        said = (*said, Note("not-waited", text))
+    said = () if failed and found.unreadable else found.notes
     return with_path(with_notes(plan, *said, *always, last=failed), path)
 
 

@@ -20,13 +20,12 @@ from autosplit.probe.check_result import changed
 from autosplit.probe.gradient_check import NOT_FINITE
 from autosplit.probe.request import Request, checked_request
 from autosplit.profiles.key import ProfileKey, machine_of
-from autosplit.profiles.tuning_lock import WaitingWarning
 from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.tuning.keywords import suggests_keywords
 from autosplit.tuning.lone_session import TIMES_DISAGREE, LoneSession
 from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward
-from autosplit.tuning.recall import Recalled, kept, nothing_run, recalled_in_turn, tried_again, turn_for
+from autosplit.tuning.recall import Recalled, kept, log_newest, nothing_run, recalled, tried_again
 from autosplit.tuning.session import Session
 from autosplit.tuning.worker import Worker, Workers, agreed, alone, drive
 from autosplit.workload.workload import Workload
@@ -130,8 +129,7 @@ def tune(
             on GPUs.
         n_trials: Largest number of trials of the search.
         time_limit_s: Time in seconds after which no further trial begins. At least one trial is run. After this time,
-            fewer sizes are measured for it. Waiting for another process does not count. With `isolate`, a step that
-            hangs is also ended.
+            fewer sizes are measured for it. With `isolate`, a step that hangs is also ended.
         sampler: An Optuna sampler that draws all `n_trials`, instead of autosplit's cost model. With a sampler, stored
             plans are ignored. Default: the cost model proposes trials, and Optuna's TPE explores if the model is
             inaccurate.
@@ -143,9 +141,7 @@ def tune(
         profile: ``"auto"`` returns a stored plan for this kind of machine and this workload, and stores a new plan.
             ``"refresh"`` tunes again. ``"off"`` neither reads nor stores plans. On other GPUs of the same kind, or with
             another driver, one step confirms a stored plan. If less memory is free than the plan needs, the plan is
-            solved again from its fits. If another process tunes the same workload, `tune` waits up to 30 minutes for
-            that plan, and then tunes itself. With a time limit, it waits up to twice that time, but at least a minute.
-            ``"off"`` never waits.
+            solved again from its fits.
         name: Name that distinguishes plans of equal workloads: up to 64 characters on one line.
         seed: Random seed of the search.
         progress: Function that is called with a `Progress` from time to time. Default: a bar in a notebook, a line on a
@@ -163,7 +159,6 @@ def tune(
         AssumedLossWarning: No loss was given, and the model's outputs contain none.
         DoubtfulTimesWarning: The plan's times contradict each other. A stored plan warns, too.
         NotFiniteWarning: The loss of the sample batch, or its gradient, is NaN or infinite.
-        WaitingWarning: Another process tunes the same workload, and there is no `progress` to report it to.
     """
     _refuse_several(precision)
     request = checked_request(
@@ -186,7 +181,7 @@ def tune(
         return workload_source(model_or_workload, sample_batch, described)
 
     with heard_by(progress) as heard:
-        plan = tuned(request, source_of, onward(heard or quiet), heard=heard, isolate=isolate)
+        plan = tuned(request, source_of, onward(heard or quiet), isolate=isolate)
     return warned(plan)
 
 
@@ -223,12 +218,11 @@ def tuned(
     source_of: Callable[[int], Source],
     tell: Callable[[Progress], None],
     *,
-    heard: Callable[[Progress], None] | None = None,
     isolate: bool = False,
 ) -> Plan:
     """Return the plan of a checked request, on every rank of a job. See `tune`."""
     with worker_for(request, source_of, isolate=isolate) as worker:
-        plan = drive(worker, lambda workers: Tuning(workers, worker.job.request, tell, heard).plan())
+        plan = drive(worker, lambda workers: Tuning(workers, worker.job.request, tell).plan())
     # A stored plan may have several lengths, which only `tune_lengths` requests.
     return plan if plan.lengths is None else replaced(plan, lengths=None)
 
@@ -240,7 +234,6 @@ class Tuning:
     workers: Workers
     request: Request
     progress: Callable[[Progress], None]
-    heard: Callable[[Progress], None] | None = None
 
     def plan(self) -> Plan:
         """Return the plan.
@@ -255,12 +248,6 @@ class Tuning:
             raise
         except KeyboardInterrupt:  # Ctrl-C came before any plan was found.
             raise TuningInterrupted(None) from None
-
-    def tell_waiting(self, message: str) -> None:
-        """Report a wait, which may take minutes, to the user's progress function or as a warning."""
-        if self.heard is None:
-            warn_user(f"{message}. profile='off' does not wait.", WaitingWarning)
-        self.progress(Progress("waiting", message, 0.0))
 
 
 def devices_of_process(devices: Any, strategy: str) -> Any:
@@ -311,24 +298,23 @@ def _tuned(tuning: Tuning) -> Plan:
     tuning.progress(Progress("building", "building the model", 0.0))
     workers.ask(Worker.build)
     key = ProfileKey(workers.job.machine, agreed(workers.ask(Worker.description)), request.facts())
-    with turn_for(key, request, tuning.tell_waiting) as turn:
-        found = recalled_in_turn(key, request, turn, workers)
-        _log.info(
-            "profile %s: %s",
-            key.digest,
-            "remembered" if found.plan else "; ".join(map(str, found.notes)) or "not there",
-        )
-        # This note belongs to the run, not to the plan. The same stored plan may be returned for an explicit "cpu".
-        defaulted = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
-        if found.holds:
-            return found.told(nothing_run(found), *found.wait_notes, *defaulted)
-        tuning.progress(Progress("tracing", "tracing the model", fraction_of("tracing")))
-        request, notes = workers.trace(request, key)
-        if found.plan is not None:
-            plan, found = tried_again(key, request, found, workers)
-            if plan is not None:
-                return with_notes(plan, last=[*defaulted, *workers.losses()])
-        return _tuned_anew(tuning, request, key, found, notes, defaulted)
+    found = recalled(key, request, measured=workers.job.several)
+    _log.info(
+        "profile %s: %s",
+        key.digest,
+        "remembered" if found.plan else "; ".join(map(str, found.notes)) or "not there",
+    )
+    # This note belongs to the run, not to the plan. The same stored plan may be returned for an explicit "cpu".
+    defaulted = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
+    if found.holds:
+        return found.told(nothing_run(found), *defaulted)
+    tuning.progress(Progress("tracing", "tracing the model", fraction_of("tracing")))
+    request, notes = workers.trace(request, key)
+    if found.plan is not None:
+        plan, found = tried_again(key, request, found, workers)
+        if plan is not None:
+            return with_notes(plan, last=[*defaulted, *workers.losses()])
+    return _tuned_anew(tuning, request, key, found, notes, defaulted)
 
 
 def _tuned_anew(
@@ -341,14 +327,11 @@ def _tuned_anew(
 ) -> Plan:
     workers = tuning.workers
     if request.profile == "auto" and not found.notes:
-        from autosplit.profiles.differences import log_differences
-
-        log_differences(key)
+        log_newest(key)
     session = session_of(workers)(workers, request, key, tuning.progress, notes)
     plan = replace(session.plan(), checkpointed=workers.own.followed.checkpointed)
     plan = with_notes(plan, last=workers.losses())
-    said = (*found.wait_notes, *found.notes)
-    plan = kept(plan, key, found, workers, said=said, always=defaulted)
+    plan = kept(plan, key, found, workers, always=defaulted)
     if not plan.complete:
         raise TuningInterrupted(plan)
     return plan

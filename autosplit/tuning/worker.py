@@ -201,9 +201,6 @@ class Worker(AbstractContextManager["Worker"]):
         if self._is_first_of_machine and plan.path is not None:
             profiles.amend(plan.path.stem, plan, changes)
 
-    def idle(self) -> None:
-        """Do nothing. This order prevents collectives of waiting ranks from timing out, and reports Ctrl-C."""
-
     @property
     def _is_first_of_machine(self) -> bool:
         return self.job.place is None or not self.job.place.local_rank

@@ -76,7 +76,8 @@ class Workload:
             because nothing is cut.
         evaluate: ``evaluate(model, batch) -> Any``, such as a call of `generate` or a metric. It runs in evaluation
             mode without gradients in ``find_ceiling(role="eval")``. Default: the model's forward, or `compute_loss`.
-        held: Roles of `find_ceiling` whose memory each step also holds. `find_ceiling` sets them.
+        held: What each step also holds: ``"resume"``, ``"save"`` or ``"eval"``, see `find_ceiling`. Or ``"forward"`` if
+            only a forward without gradients runs. autosplit sets it.
         checkpointing: The layers that are checkpointed. `tune_best` sets them.
 
     Raises:
@@ -105,7 +106,7 @@ class Workload:
 
     def __post_init__(self, fits: Any) -> None:
         if fits is not None:
-            raise InputError(
+            raise WorkloadError(
                 f"fits={fits!r:.80} was removed. Ask for one role at a time: find_ceiling(workload, role='resume'), "
                 "'save' or 'eval'."
             )

@@ -1,4 +1,4 @@
-"""The benchmark of failing ranks runs. It fails by itself if the others do not end, or do not name the rank."""
+"""The benchmark of failing ranks runs. It fails if a job does not end, or if the report does not name the rank."""
 
 from __future__ import annotations
 

@@ -254,19 +254,15 @@ def test_flags_become_keywords(script, tuned, capsys):
         "--devices": "sim:2xRTX3090",
         "--strategy": "balanced",
         "--precision": "bf16",
-        "--checkpointing": "Block",
-        "--lengths": "lengths.txt",
         "--effective-batch-size": "512",
         "--max-batch-size": "300",
         "--reserve": "1GiB",
         "--n-trials": "7",
         "--time-limit-s": "1.5",
-        "--storage": "sqlite:///x.db",
         "--profile": "refresh",
         "--name": "mine",
         "--seed": "3",
     }
-    Path("lengths.txt").write_text("8\r\n2\n\n", encoding="utf-8-sig")
     assert main(["tune", script(), "--isolate", *[word for pair in flags.items() for word in pair]]) == 0
     ((workload, keywords),) = tuned.calls
     assert workload.spec == f"{Path.cwd()}/train.py:workload"  # for the separate process
@@ -275,14 +271,11 @@ def test_flags_become_keywords(script, tuned, capsys):
         "devices": "sim:2xRTX3090",
         "strategy": "balanced",
         "precision": "bf16",
-        "checkpointing": "Block",
-        "lengths": [8, 2],
         "effective_batch_size": 512,
         "max_batch_size": 300,
         "reserve": "1GiB",
         "n_trials": 7,
         "time_limit_s": 1.5,
-        "storage": "sqlite:///x.db",
         "isolate": True,
         "profile": "refresh",
         "name": "mine",

@@ -343,7 +343,7 @@ def test_with_one_answer_nothing_is_compared():
 
 def test_what_is_copied_for_real_cards_asks_for_the_same():
     """The command for real GPUs dropped the precision of the plan."""
-    plan = replace(made_plan(kind="sim"), workload={"model": "Net", "precision": "bf16"})
+    plan = replace(made_plan(kind="sim"), precision="bf16")
     assert printed(plan).rstrip().endswith("--devices cuda --precision bf16")
     assert printed(made_plan(kind="sim")).rstrip().endswith("--devices cuda")
 

@@ -126,7 +126,7 @@ def test_nothing_is_removed_unless_all_are_found(stored, capsys):
 
 
 def left_by(key):
-    """Other files that belong to a profile."""
+    """Other files that belong to a profile. autosplit 0.2 left locks."""
     folder = profiles_folder()
     (folder / f"{key}.tuning.lock").touch()
     (folder / f"{key}.bad").write_text("{")
@@ -144,15 +144,6 @@ def test_what_stands_beside_goes_along(stored, capsys):
     listed(capsys, "remove", "ab")
     assert beside(AB) == []
     assert len(beside(CD)) == 4
-
-
-def test_a_lock_that_is_held_stays(stored, capsys):
-    import filelock
-
-    left_by(AB)
-    with filelock.FileLock(profiles_folder() / f"{AB}.tuning.lock"):
-        listed(capsys, "remove", "ab")
-        assert beside(AB) == ["KEY.tuning.lock"]
 
 
 def test_all_is_with_what_is_left_of_those_that_are_gone(stored, capsys):

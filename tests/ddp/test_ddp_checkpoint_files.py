@@ -9,7 +9,10 @@ import copy
 import errno
 import io
 import os
-from collections.abc import Iterator
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,10 @@ import pytest
 import torch
 from ddp_jobs import make_model, make_plan, mean_loss, weights
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, save
 
 from autosplit import ddp
+from autosplit.ddp.checkpoint_state import digest_of
 from autosplit.errors import CheckpointError
 
 
@@ -138,7 +142,7 @@ class TestOtherOptimizers:
         ctx.save_checkpoint(tmp_path / "last.pt", model=model, optimizer=optimizer, scheduler=scheduler)
         model, optimizer = stepped(torch.optim.AdamW)
         with pytest.raises(
-            CheckpointError, match="'scheduler' is the state of another scheduler: it lacks T_max, eta_min"
+            CheckpointError, match=r"'scheduler' is not the state of a CosineAnnealingLR\. It lacks T_max, eta_min"
         ):
             ctx.load_checkpoint(
                 tmp_path / "last.pt", scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
@@ -195,6 +199,78 @@ class TestDamage:
 
 def part_files(folder: Path) -> list[Path]:
     return [*folder.glob(".*.part")]
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from ddp_jobs import make_model, make_plan
+from autosplit import ddp
+from autosplit.ddp.checkpoint_state import digest_of
+
+def killed(*arguments):
+    if isinstance(arguments[0], dict):
+        arguments[1].write(b"half of a checkpoint")
+        arguments[1].flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+torch.save = FileSystemWriter.finish = killed
+with ddp.setup(make_plan((4,), 8)) as ctx:
+    getattr(ctx, sys.argv[1])(sys.argv[2], model=make_model(), step=2)
+"""
+"""A script that saves a checkpoint and is killed before the checkpoint is complete."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows has no SIGKILL")
+@pytest.mark.parametrize("kind", ["checkpoint", "sharded"])
+def test_a_killed_save_leaves_the_earlier_checkpoint(ctx, tmp_path, kind):
+    path, model = tmp_path / "last", make_model()
+    save, load = (getattr(ctx, f"{what}_{kind}") for what in ("save", "load"))
+    save(path, model=model, step=1)
+    here = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
+    script = [sys.executable, "-c", KILLED, f"save_{kind}", str(path)]
+    done = subprocess.run(script, env={**os.environ, "PYTHONPATH": here}, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert len([*tmp_path.iterdir()]) == 2, "the earlier checkpoint, and a part of the new one"
+    assert load(path, model=make_model()) == {"step": 1}
+    save(path, model=model, step=3)
+    assert [*tmp_path.iterdir()] == [path]
+    assert load(path, model=make_model()) == {"step": 3}
+
+
+def test_a_folder_of_version_0_2_loads(ctx, tmp_path):
+    """Its tensors have the names of their places. All other values are in one entry."""
+    model = make_model()
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    places = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    values = {"model": places, "step": 3, "ema": [torch.ones(3, device="meta")]}
+    state = {**tensors, "ema.0": torch.arange(3.0), "(values)": (values, ["model"])}
+    save(state, checkpoint_id=tmp_path / "old", planner=DefaultSavePlanner(flatten_state_dict=False))
+    loaded = make_model()
+    nn.init.zeros_(loaded[0].weight)
+    rest = ctx.load_sharded(tmp_path / "old", model=loaded)
+    assert torch.equal(weights(loaded), weights(model))
+    assert rest["step"] == 3
+    assert torch.equal(rest["ema"][0], torch.arange(3.0))
+
+
+KINDS_OF_TENSORS: dict[str, Callable[[float], torch.Tensor]] = {
+    **{str(kind): lambda x, kind=kind: torch.full((2,), x, dtype=kind) for kind in (torch.bfloat16, torch.complex64)},
+    "scalar": torch.tensor,
+    "sparse": lambda x: torch.full((2, 2), x).to_sparse(),
+    "conjugated": lambda x: torch.full((2,), complex(x, 1)).conj(),
+    "nested": lambda x: torch.nested.nested_tensor([torch.full((1,), x), torch.ones(2)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", KINDS_OF_TENSORS)
+def test_ranks_compare_values_of_any_kind(name):
+    one, same, other = (digest_of({"a": KINDS_OF_TENSORS[name](x)}) for x in (1.0, 1.0, 2.0))
+    assert one == same
+    assert one != other
 
 
 class TestLeftovers:

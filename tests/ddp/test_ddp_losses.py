@@ -29,7 +29,6 @@ from autosplit import ddp
 from autosplit.errors import InputError
 from autosplit.parallel.loss_weights import UnevenLossWarning
 from autosplit.probe.check_result import Check
-from autosplit.tools.noise_scale import NoiseScale
 
 EXACT = 1e-12
 NUM_SAMPLES = 40
@@ -260,12 +259,20 @@ LOOPS: dict[str, tuple[Callable[[], Any], Callable[[], torch.Tensor]]] = {
     "a GAN, of the page": (gan_of_page, gan_in_one_process),
 }
 
+
+class Estimate:
+    """A noise scale that is refused before it begins a step."""
+
+    def begin_step(self, over_ranks: Any) -> None:
+        raise AssertionError("it is refused before")
+
+
 SCENARIOS: dict[str, Callable[[], Any]] = {
     **{name: there for name, (there, _) in LOOPS.items()},
     "foreign": foreign_loader,
     "not counted": partial(refused, 16, loss_scope="ranks"),
     "no samples": partial(refused, 17, loss_scope="ranks", count=lambda batch: int(batch[1].sum())),
-    "noise scale": partial(refused, 8, loss_scope="ranks", noise_scale=NoiseScale()),
+    "noise scale": partial(refused, 8, loss_scope="ranks", noise_scale=Estimate()),
     "cut": partial(refused, 8, loss_scope="ranks", on_oom="cut"),
     "unknown scope": partial(refused, 8, loss_scope="job"),
     "uncounted": uncounted,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from fitted_plans import fitted_plan
-from handmade import GIB, made_ceiling
+from handmade import GIB, made_ceiling, made_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raised import raises
@@ -723,3 +723,10 @@ def test_a_file_that_is_there_is_replaced_only_by_force(tmp_path, capsys):
     assert "Choose another name" in capsys.readouterr().err
     assert own.read_text().startswith(("#", "export"))
     assert link.is_symlink()
+
+
+def test_what_has_no_setting_for_it_is_not_exported_to():
+    plan = replace(made_plan(), checkpointed=("blocks.0", "blocks.1"))
+    with raises(PlanError, "export-checkpointing", "2", "blocks.0", "'accelerate'"):
+        plan.export("accelerate")
+    assert plan.export("json")

@@ -13,7 +13,6 @@ from raised import raises
 from torch import Tensor, nn
 
 from autosplit.errors import PlanError
-from autosplit.integrations.export import export
 from autosplit.parallel.checkpointed import checkpoint_layer, checkpoint_layers, checkpointed_in
 
 
@@ -129,13 +128,6 @@ def test_a_model_without_these_layers_is_refused_and_left_as_it_is():
     with raises(PlanError, "checkpointed-layer-missing", "blocks.9", "Stack"):
         replace(make_plan((4,)), checkpointed=("blocks.0", "blocks.9")).wrap(model)
     assert checkpointed_in(model) == ()
-
-
-def test_what_has_no_setting_for_it_is_not_exported_to():
-    plan = replace(make_plan((4,)), checkpointed=NAMES)
-    with raises(PlanError, "export-checkpointing", "2", "blocks.0", "'accelerate'"):
-        export(plan, "accelerate")
-    assert export(plan, "json")
 
 
 def test_a_layer_of_transformers_is_told_to():

@@ -72,8 +72,8 @@ def test_ceilings_are_those_of_a_model_that_holds_the_copies_itself(device, role
 
 def test_what_evaluation_runs_may_look_at_numbers():
     given = workload(evaluate=lambda model, batch: model.doubled(batch[0]))
-    found = find_ceiling(given, "cpu:4MiB", role="eval", max_batch_size=512)
-    forward = find_ceiling(workload(), "cpu:4MiB", role="eval", max_batch_size=512)
+    found = find_ceiling(given, "cpu:2MiB", role="eval")
+    forward = find_ceiling(workload(), "cpu:2MiB", role="eval")
     assert 8 <= found.batch_size < forward.batch_size
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 from handmade import GIB, made_plan
+from harmless import assert_harmless
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from noted import noted
 from saved_profiles import saved_profiles
-from test_text import assert_harmless
 from workloads import mlp
 
 from autosplit import tune

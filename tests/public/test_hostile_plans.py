@@ -46,8 +46,6 @@ def filled(plan: Plan) -> dict[str, Any]:
         "workload": {"model": "Net", "parameters": 10, "optimizer": "0a", "loss_scope": "sample", "precision": None},
         "request": {"strategy": "auto", "name": "mine", "reserve": "5%", "devices": ["cuda:0"], "max_batch_size": 64},
         "notes": [{"kind": "note", "text": "a sentence"}],
-        "ways": [{"name": "precision bf16", "batch_size": 4, "samples_per_s": 9.0}],
-        "fits": {"roles": ["eval"], "evaluation": [ceiling] * len(plain["devices"])},
         "checks": [
             {
                 "subject": "loss",
@@ -211,7 +209,6 @@ def test_names_that_mean_something_to_yaml_stay_texts(folder):
         (("devices", 0, "attention"), ["slow"]),
         (("devices", 0, "ceiling", "role"), "boss"),
         (("devices", 0, "ceiling", "limited_by"), "luck"),
-        (("fits", "roles"), ["all"]),
         (("checks", 0, "reduce"), "words"),
         (("request", "strategy"), "fsdp"),
         (("workload", "precision"), "fp8"),
@@ -258,7 +255,7 @@ def test_a_path_with_a_control_character_is_not_exported(to):
 def test_no_text_of_a_plan_reaches_the_terminal_or_a_page(of, tmp_path, monkeypatch):
     """Every text that a plan may have is hostile at once, and every command prints it."""
     monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(tmp_path / "cache"))
-    plain = PLAIN if of == "cuda" else filled(simulated_plan()) | {"trials": [], "fits": None}
+    plain = PLAIN if of == "cuda" else filled(simulated_plan()) | {"trials": []}
     evil = "".join(TEXTS)
     for place in leaves(plain, str):
         text = evil + "\n\t" if place[-1] in ("text", "failure", "advice", "remark", "reason") else evil

@@ -37,7 +37,7 @@ def test_sample_batch_size_along_its_dimension():
     [
         ({"precision": "fp8"}, "precision is 'fp8'"),
         ({"precision": "fp64"}, "precision is 'fp64'"),
-        ({"fits": "evaluation"}, "fits has 'evaluation'"),
+        ({"fits": "evaluation"}, "find_ceiling"),
         ({"loss_reduction": "max"}, "loss_reduction is 'max'"),
         ({"loss_scope": "token"}, "loss_scope is 'token'"),
         ({"loss_fn": len, "step": len}, "loss_fn and step are given"),

@@ -423,7 +423,7 @@ def answers(monkeypatch):
 
 def test_flags_become_keywords_of_tune(script, answers, capsys):
     flags = ["--strategy", "balanced", "--precision", "bf16", "--effective-batch-size", "512", "--seed", "3"]
-    flags += ["--max-batch-size", "300", "--reserve", "1GiB", "--n-trials", "7", "--storage", "sqlite:///x.db"]
+    flags += ["--max-batch-size", "300", "--reserve", "1GiB", "--n-trials", "7"]
     flags += ["--profile", "refresh", "--name", "mine", "--no-isolate", "--quiet"]
     assert main(["compare", script(), *BOTH, *flags]) == 0
     same = {
@@ -433,7 +433,6 @@ def test_flags_become_keywords_of_tune(script, answers, capsys):
         "max_batch_size": 300,
         "reserve": "1GiB",
         "n_trials": 7,
-        "storage": "sqlite:///x.db",
         "profile": "refresh",
         "name": "mine",
         "seed": 3,
@@ -449,8 +448,8 @@ def test_every_keyword_of_tune_has_its_flag(capsys):
 
     assert main(["compare", "--help"]) == 0
     out = capsys.readouterr().out
-    in_python = {"loss_fn", "compute_loss", "optimizer", "batch_dim", "make_batch", "sampler"}
-    in_python |= {"lengths", "loss_reduction", "progress"}
+    in_python = {"loss_fn", "compute_loss", "optimizer", "sampler"}
+    in_python |= {"loss_reduction", "progress"}
     parameters = inspect.signature(tune.tune).parameters.values()
     flags = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY} - in_python
     assert not [flag for flag in flags if not re.search(f"  --{flag.replace('_', '-')}[ ,]", out)]

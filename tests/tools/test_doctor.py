@@ -11,9 +11,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
+from examined import CARD, examined
 from folders import DOCS
 from gpus import COUNT, KIND, card
-from handmade import CARD, examined
 from raised import raises
 
 from autosplit.accelerators import accelerator_kind

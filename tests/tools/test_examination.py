@@ -7,8 +7,8 @@ import re
 from dataclasses import replace
 
 import pytest
+from examined import CARD, examined
 from folders import ROOT
-from handmade import CARD, examined
 from raised import raises
 from workloads import mlp
 

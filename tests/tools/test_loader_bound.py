@@ -158,7 +158,7 @@ def test_a_measured_loader_is_not_measured_again(plan):
 
 
 def test_the_old_keyword_names_the_new_function(monkeypatch):
-    monkeypatch.setattr(tune, "_fastest_of", lambda *_: pytest.fail("it was tuned"))
+    monkeypatch.setattr(tune, "tuned", lambda *_: pytest.fail("it was tuned"))
     with raises(InputError, "argument-unknown", "autosplit.fit_to_loader(plan, loader)"):
         tuned("cpu", loader=DataLoader([torch.zeros(1)]))
     with raises(TypeError, "argument-unknown", "loaders="):
@@ -166,7 +166,7 @@ def test_the_old_keyword_names_the_new_function(monkeypatch):
 
 
 def test_the_command_refuses_other_objects_before_it_tunes(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(tune, "_fastest_of", lambda *_: pytest.fail("it was tuned"))
+    monkeypatch.setattr(tune, "tuned", lambda *_: pytest.fail("it was tuned"))
     (tmp_path / "loading.py").write_text("loader = [1, 2]")
     words = ["tune", str(EXAMPLES / "char_gpt.py"), "--devices", "cpu:1GiB", "--loader", f"{tmp_path}/loading.py"]
     assert main(words) == 2

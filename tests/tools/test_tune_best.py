@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from folders import EXAMPLES
+from handmade import made_plan
 from marks import slow
+from noted import kinds
 from raised import raises
+from ranks import found_by, job_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from workloads import char_gpt
 
+from autosplit.cli.main import main
 from autosplit.errors import WorkloadError
 from autosplit.oom import DoesNotFitError
 from autosplit.parallel.checkpointed import checkpointed_in
 from autosplit.plan.plan import Plan
 from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.profiles.store import profile_paths
+from autosplit.tools import precision as precisions
 from autosplit.tools.tune_best import BestPlan, checkpointing_list, tune_best
 from autosplit.tuning.progress import Progress
 from autosplit.tuning.tune import TuningInterrupted, tune
@@ -197,3 +206,159 @@ def test_three_ways_are_tuned_for():
 def test_what_names_no_layers_is_refused(odd):
     with raises(WorkloadError, "checkpointing-value"):
         checkpointing_list(odd)
+
+
+def one_block() -> Workload:
+    """The example's model with one block. Tuning time grows with the number of traced calls."""
+    return char_gpt(depth=1)
+
+
+def quick(given: object, devices: str, **options: object) -> BestPlan:
+    """Tune with few trials and without a profile."""
+    return tune_best(given, devices=devices, **{"profile": "off", "n_trials": 3, **options})
+
+
+class TestSeveralPrecisions:
+    """RTX 3090s have bfloat16 units, RTX 2080 Ti have none."""
+
+    @pytest.mark.slow
+    def test_the_faster_is_the_plan_and_both_are_told_of(self):
+        alone = {name: quick(one_block(), "sim:2xRTX3090", precision=name).plan for name in ("none", "bf16")}
+        best = quick(one_block(), "sim:2xRTX3090", precision=("none", "bf16"))
+        plan = best.plan
+        fastest = max(alone, key=lambda name: alone[name].samples_per_s)
+        assert plan.precision == fastest
+        assert plan.split == alone[fastest].split
+        assert [variant.samples_per_s for variant in best.variants] == sorted(
+            (one.samples_per_s for one in alone.values()), reverse=True
+        )
+
+    @pytest.mark.slow
+    def test_bf16_counts_only_where_every_device_has_it(self):
+        plan = quick(one_block(), "sim:1xRTX3090+1xRTX2080Ti", precision="none,bf16").plan
+        assert plan.precision == "none"
+        assert any(note.kind == "precision-left-out" and "RTX2080Ti" in note.text for note in plan.notes)
+        assert not any("RTX3090" in str(note) for note in plan.notes if note.kind == "precision-left-out")
+
+    def test_bf16_alone_is_what_the_user_wants(self):
+        assert quick(one_block(), "sim:1xRTX2080Ti", precision="bf16").plan.precision == "bf16"
+
+    @pytest.mark.slow
+    def test_progress_goes_through_all_of_them_once(self):
+        told = []
+        quick(one_block(), "sim:1xRTX3090", precision=("none", "bf16"), progress=told.append)
+        fractions = [progress.fraction for progress in told]
+        assert fractions == sorted(fractions)
+        assert fractions[-1] == 1.0
+        assert {progress.message.split(":")[0] for progress in told} == {
+            "1 of 2, precision none",
+            "2 of 2, precision bf16",
+        }
+
+    @pytest.mark.slow
+    def test_each_is_remembered(self, cache_dir):
+        for _ in range(2):
+            plan = tune_best(one_block(), devices="sim:1xRTX3090", precision=("none", "bf16"), n_trials=3).plan
+        assert len(list(cache_dir.rglob("*.json"))) == 2
+        assert "from-profile" in kinds(plan.notes)
+
+    @pytest.mark.parametrize("precision", [("none", "int8"), "none,,bf16", ["none", 3], 7])
+    def test_an_unknown_one_among_them_is_refused(self, precision):
+        with raises(WorkloadError, "precision", "'none', 'bf16', 'fp16'"):
+            quick(one_block(), "sim:1xRTX3090", precision=precision)
+
+    @pytest.mark.slow
+    def test_interrupted_in_the_second_the_first_is_kept(self):
+        def interrupt(progress):
+            if ", precision bf16: " in progress.message and progress.stage == "search":
+                raise KeyboardInterrupt
+
+        with pytest.raises(TuningInterrupted) as caught:
+            quick(one_block(), "sim:1xRTX3090", precision=("none", "bf16"), progress=interrupt)
+        assert caught.value.plan is not None
+        assert "interrupted" in kinds(caught.value.plan.notes)
+        assert not caught.value.plan.complete
+        assert caught.value.path is None
+
+    @pytest.mark.slow
+    def test_the_file_that_is_named_is_of_the_plan_that_is_shown(self):
+        """It belonged to the last tuned precision, not to the fastest."""
+
+        def interrupt(progress):
+            last = ", precision none: " in progress.message and progress.stage == "search"
+            if last and progress.best_samples_per_s is not None:
+                raise KeyboardInterrupt
+
+        with pytest.raises(TuningInterrupted) as caught:
+            tune_best(one_block(), devices="sim:1xRTX3090", precision=("bf16", "none"), progress=interrupt)
+        assert caught.value.plan.precision == "bf16"
+        assert Plan.load(caught.value.path).precision == "bf16"
+
+
+class TestPrecisionsThatDoNotFit:
+    """A precision that does not fit made the plan of the others disappear."""
+
+    @staticmethod
+    def workload() -> Workload:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+        return Workload(
+            model,
+            torch.randn(4, 64),
+            loss_scope="batch",
+            optimizer=torch.optim.SGD,
+            compute_loss=lambda model, x: model(x).float().pow(2).mean(),
+        )
+
+    @pytest.mark.parametrize("precision", ["none,bf16", "bf16,none"])
+    def test_are_left_out(self, precision):
+        plan = quick(self.workload, "sim:1xRTX3090@3900KiB", effective_batch_size=1024, precision=precision).plan
+        assert plan.precision == "bf16"
+        assert any("precision none is left out: 894 samples" in note.text for note in plan.notes)
+
+    def test_all_of_them(self):
+        with raises(DoesNotFitError, "effective-batch-does-not-fit", "4096"):
+            quick(self.workload, "sim:1xRTX3090@3900KiB", effective_batch_size=4096, precision="none,bf16")
+
+
+def test_the_command_tries_variants_or_lengths_if_it_is_asked_to(monkeypatch, tmp_path, capsys):
+    calls = []
+
+    def called(name: str, answer: object) -> object:
+        return lambda workload, **keywords: calls.append((name, keywords)) or answer
+
+    plan = made_plan(kind="sim")
+    monkeypatch.setattr("autosplit.tools.tune_best.tune_best", called("best", BestPlan(plan, ())))
+    monkeypatch.setattr("autosplit.tools.tune_lengths.tune_lengths", called("lengths", plan))
+    (tmp_path / "lengths.txt").write_text("8\r\n2\n\n", encoding="utf-8-sig")
+    words = ["tune", str(EXAMPLES / "char_gpt.py"), "--devices", "sim:T4", "--json"]
+    for flags in (["--precision", "none,bf16"], ["--checkpointing", "Block"], ["--lengths", f"{tmp_path}/lengths.txt"]):
+        assert main([*words, *flags]) == 0
+    found = [
+        (name, {key: keywords[key] for key in keywords if key not in ("devices", "progress")})
+        for name, keywords in calls
+    ]
+    assert found == [
+        ("best", {"precision": "none,bf16"}),
+        ("best", {"checkpointing": "Block"}),
+        ("lengths", {"lengths": [8, 2]}),
+    ]
+
+
+def with_unlike_cards() -> list[str]:
+    """Tune for two precisions. Rank 1's GPU lacks units for one of them, which rank 0 cannot know."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precisions, "_has_bf16", lambda _device: os.environ["RANK"] == "0")
+        options = {"devices": "cpu:4MiB,cpu:4MiB", "strategy": "ddp", "profile": "off", "n_trials": 1}
+        best = tune_best(workload(), precision=("none", "bf16"), max_batch_size=16, **options)
+    return [note.text for note in best.plan.notes if "bf16" in note.text]
+
+
+SCENARIOS = {"unlike cards": with_unlike_cards}
+ranks = job_of("test_tune_best", "SCENARIOS", 2)
+
+
+@pytest.mark.slow
+def test_ranks_ask_each_about_its_own_card(ranks):
+    """Each rank asked its own cuda:0 about all GPUs, so ranks with different GPUs chose different precisions."""
+    for (said,) in found_by(ranks, "unlike cards"):
+        assert said.startswith("autosplit did not try bf16, because cpu:1 (cpu) has no native bfloat16")

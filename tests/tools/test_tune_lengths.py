@@ -1,4 +1,4 @@
-"""tune(lengths=...): more short samples fit in the same budget, and the profile records the lengths."""
+"""tune_lengths: more short samples fit in the same budget, and the profile records the lengths."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from autosplit.errors import InputError, UserCodeError, WorkloadError
 from autosplit.plan.plan import Plan
 from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.tools import tune_lengths as tuned_lengths
+from autosplit.tools.tune_lengths import tune_lengths
 from autosplit.tuning.measure import measure
 from autosplit.tuning.tune import TuningInterrupted, tune
 from autosplit.workload.workload import Workload
@@ -54,7 +55,7 @@ BATCH = TOKENS, TOKENS.float()
 
 def tuned(devices: str = "sim:2xRTX3090@64MiB", lengths: Any = LENGTHS, **options: Any) -> Plan:
     given = {"loss_fn": loss, "optimizer": torch.optim.AdamW, "profile": "off", "n_trials": 3, **options}
-    return tune(Encoder(), BATCH, devices=devices, lengths=lengths, **given)
+    return tune_lengths(Encoder(), BATCH, devices=devices, lengths=lengths, **given)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +129,7 @@ def test_no_device_gets_more_of_any_length_than_it_was_seen_to_hold(devices):
     """43 samples ran as (24, 18). (12, 9) times 2.05 was derived from them, and ran out of memory at length 31."""
     lengths = [*range(4, 65)]
     options: Any = {"effective_batch_size": 256, "profile": "off", "n_trials": 4}
-    plan = tune(Positions(), BATCH, loss_fn=loss, devices=devices, lengths=lengths, **options)
+    plan = tune_lengths(Positions(), BATCH, loss_fn=loss, devices=devices, lengths=lengths, **options)
     assert min(plan.split) > 1
     assert plan.lengths is not None
     for length in lengths:
@@ -151,7 +152,7 @@ def test_shorter_samples_that_take_as_much_are_as_many(monkeypatch):
 
 def test_a_model_that_takes_none_so_long_is_told_by_the_length():
     with pytest.raises(UserCodeError, match=r"its samples had the longest of the lengths, 128. If the model"):
-        tune(Positions(64), BATCH, loss_fn=loss, devices="cpu", lengths=[128, 64], profile="off")
+        tune_lengths(Positions(64), BATCH, loss_fn=loss, devices="cpu", lengths=[128, 64], profile="off")
 
 
 def test_where_the_width_is_taken_for_the_length_the_plan_of_the_longest_is_kept():
@@ -159,7 +160,9 @@ def test_where_the_width_is_taken_for_the_length_the_plan_of_the_longest_is_kept
     batch = torch.randn(4, 16, 16), torch.randn(4, 1)
     model = nn.Sequential(nn.Linear(16, 8), nn.Flatten(), nn.LazyLinear(1))
     model(batch[0])
-    found = tune(model, batch, loss_fn=nn.MSELoss(), devices="cpu", lengths=[16, 8], profile="off", max_batch_size=8)
+    found = tune_lengths(
+        model, batch, loss_fn=nn.MSELoss(), devices="cpu", lengths=[16, 8], profile="off", max_batch_size=8
+    )
     assert found.lengths is not None
     assert len(found.lengths.points) == 1
     assert any(
@@ -175,7 +178,9 @@ def test_batchnorms_that_need_two_samples_leave_lengths_out():
 
     model = Pooled(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     batch = torch.randn(4, 20, 16), torch.randn(4, 1)
-    found = tune(model, batch, loss_fn=nn.MSELoss(), devices="sim:T4", lengths=[20, 10], profile="off", n_trials=2)
+    found = tune_lengths(
+        model, batch, loss_fn=nn.MSELoss(), devices="sim:T4", lengths=[20, 10], profile="off", n_trials=2
+    )
     assert found.lengths is None
     assert "lengths-not-measured" in kinds(found.notes)
 
@@ -219,7 +224,6 @@ def test_a_forwards_most_samples_are_kept():
     [
         ({"lengths": [3, 0]}, InputError, "lengths-value"),
         ({"lengths": "long"}, InputError, "lengths-type"),
-        ({"make_batch": lambda n: (TOKENS[:1].expand(n, -1),) * 2}, WorkloadError, "make-batch-without-length"),
     ],
 )
 def test_what_has_no_lengths_is_refused(options, error, said):
@@ -227,11 +231,17 @@ def test_what_has_no_lengths_is_refused(options, error, said):
         tuned(**options)
 
 
+def test_a_make_batch_without_a_length_is_refused():
+    given = Workload(Encoder(), BATCH, loss_fn=loss, make_batch=lambda n: (TOKENS[:1].expand(n, -1),) * 2)
+    with raises(WorkloadError, "make-batch-without-length"):
+        tune_lengths(given, devices="sim:RTX3090@64MiB", lengths=[64, 8], profile="off", n_trials=2)
+
+
 def test_a_function_that_builds_the_workload_has_its_batch_resized():
     def build() -> Workload:
         return Workload(Encoder(), BATCH, loss_fn=loss, optimizer=torch.optim.AdamW)
 
-    found = tune(build, devices="sim:RTX3090@64MiB", lengths=[64, 8], profile="off", n_trials=2)
+    found = tune_lengths(build, devices="sim:RTX3090@64MiB", lengths=[64, 8], profile="off", n_trials=2)
     assert found.lengths is not None
     assert found.lengths.points[0].length == 64
 

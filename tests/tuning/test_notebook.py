@@ -109,13 +109,13 @@ def test_a_real_kernel_shows_the_bar_and_the_plan():
 
 
 def test_a_fraction_never_falls_and_stages_follow_each_other():
-    """A first tuning showed "starting" for most of its first half minute, and a wait restarted at 0."""
+    """A first tuning showed "starting" for most of its first half minute."""
     told: list[Progress] = []
     tell = notebook.onward(told.append)
     stages = ("building", "tracing", "checks", "ceilings", "times", "search", "confirming", "done")
-    for stage in (*stages[:2], "waiting", *stages[2:]):
+    for stage in stages:
         for share in (0.0, 0.5, 7.0):
-            tell(Progress(stage, stage, 0.0 if stage == "waiting" else notebook.fraction_of(stage, share)))
+            tell(Progress(stage, stage, notebook.fraction_of(stage, share)))
     fractions = [part.fraction for part in told]
     assert fractions == sorted(fractions)
     assert (fractions[0], fractions[-1]) == (0.0, 1.0)

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from workloads import Uncopyable, char_gpt, mlp, net, net_batch, small, with_loss
 
 import autosplit
-from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeError, WorkloadError
+from autosplit.errors import ArgumentError, AutosplitError, DeviceError, InputError, UserCodeError, WorkloadError
 from autosplit.oom import DoesNotFitError
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.plan.plan import Plan
@@ -36,7 +36,7 @@ from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracer import Tracer, make_tracer
 from autosplit.solve.split import micro_batch_sizes
 from autosplit.solve.step_time import StepTime, TimeCurve
-from autosplit.tuning import lone_session, memory_bounds, session
+from autosplit.tuning import lone_session, session
 from autosplit.tuning.measure import measure
 from autosplit.tuning.memory_bounds import MemoryBounds
 from autosplit.tuning.tune import ChangedTrainingWarning, DoubtfulTimesWarning, TuningInterrupted, tune
@@ -670,14 +670,12 @@ class TestProfiles:
             tune(workload, **self.options, profile="refresh")
 
     @pytest.mark.slow
-    def test_says_that_a_storage_was_not_opened_and_a_sampler_of_ones_own_tunes_anew(self, tmp_path, monkeypatch):
-        """Both were ignored without a message."""
+    def test_a_sampler_of_ones_own_tunes_anew(self, monkeypatch):
+        """It was ignored without a message."""
         import optuna
 
         workload = small()
         tune(workload, **self.options)
-        url = f"sqlite:///{tmp_path / 'study.db'}"
-        assert "the storage was not opened" in tune(workload, **self.options, storage=url).notes[0].text
         forbid_search(monkeypatch)
         with pytest.raises(AssertionError, match="no search"):
             tune(workload, **self.options, sampler=optuna.samplers.RandomSampler())
@@ -753,107 +751,6 @@ class TestPrecision:
 
 
 # ---------------------------------------------------------------------------------------------------------- ddp
-
-
-class TestSeveralPrecisions:
-    """RTX 3090s have bfloat16 units, RTX 2080 Ti have none."""
-
-    @pytest.mark.slow
-    def test_the_faster_is_the_plan_and_both_are_told_of(self):
-        alone = {name: quick(one_block(), "sim:2xRTX3090", precision=name) for name in ("none", "bf16")}
-        plan = quick(one_block(), "sim:2xRTX3090", precision=("none", "bf16"))
-        fastest = max(alone, key=lambda name: alone[name].samples_per_s)
-        assert plan.precision == fastest
-        assert plan.split == alone[fastest].split
-        told = str(plan.explain()).splitlines()[0]
-        assert told.startswith(f"Chose precision {fastest}: ")
-        assert all(f"precision {name}: {alone[name].samples_per_s:,.0f} samples/s" in told for name in alone)
-
-    @pytest.mark.slow
-    def test_bf16_counts_only_where_every_device_has_it(self):
-        plan = quick(one_block(), "sim:1xRTX3090+1xRTX2080Ti", precision="none,bf16")
-        assert plan.precision == "none"
-        assert any(note.kind == "precision-left-out" and "RTX2080Ti" in note.text for note in plan.notes)
-        assert not any("RTX3090" in str(note) for note in plan.notes if note.kind == "precision-left-out")
-
-    def test_bf16_alone_is_what_the_user_wants(self):
-        assert quick(one_block(), "sim:1xRTX2080Ti", precision=("bf16",)).precision == "bf16"
-
-    @pytest.mark.slow
-    def test_progress_goes_through_all_of_them_once(self):
-        told = []
-        quick(one_block(), "sim:1xRTX3090", precision=("none", "bf16"), progress=told.append)
-        fractions = [progress.fraction for progress in told]
-        assert fractions == sorted(fractions)
-        assert fractions[-1] == 1.0
-        assert {progress.message.split(":")[0] for progress in told} == {
-            "1 of 2, precision none",
-            "2 of 2, precision bf16",
-        }
-
-    @pytest.mark.slow
-    def test_each_is_remembered(self, cache_dir):
-        for _ in range(2):
-            plan = tune(one_block(), devices="sim:1xRTX3090", precision=("none", "bf16"), n_trials=3)
-        assert len(list(cache_dir.rglob("*.json"))) == 2
-        assert "from-profile" in kinds(plan.notes)
-
-    @pytest.mark.parametrize("precision", [("none", "int8"), "none,,bf16", ["none", 3], 7])
-    def test_an_unknown_one_among_them_is_refused(self, precision):
-        with raises(WorkloadError, "precision", "'none', 'bf16', 'fp16'"):
-            quick(one_block(), "sim:1xRTX3090", precision=precision)
-
-    @pytest.mark.slow
-    def test_interrupted_in_the_second_the_first_is_kept(self):
-        def interrupt(progress):
-            if ", precision bf16: " in progress.message and progress.stage == "search":
-                raise KeyboardInterrupt
-
-        with pytest.raises(TuningInterrupted) as caught:
-            quick(one_block(), "sim:1xRTX3090", precision=("none", "bf16"), progress=interrupt)
-        assert caught.value.plan is not None
-        assert "interrupted" in kinds(caught.value.plan.notes)
-        assert not caught.value.plan.complete
-        assert caught.value.path is None
-
-    @pytest.mark.slow
-    def test_the_file_that_is_named_is_of_the_plan_that_is_shown(self):
-        """It belonged to the last tuned precision, not to the fastest."""
-
-        def interrupt(progress):
-            last = ", precision none: " in progress.message and progress.stage == "search"
-            if last and progress.best_samples_per_s is not None:
-                raise KeyboardInterrupt
-
-        with pytest.raises(TuningInterrupted) as caught:
-            tune(one_block(), devices="sim:1xRTX3090", precision=("bf16", "none"), progress=interrupt)
-        assert caught.value.plan.precision == "bf16"
-        assert Plan.load(caught.value.path).precision == "bf16"
-
-
-class TestPrecisionsThatDoNotFit:
-    """A precision that does not fit made the plan of the others disappear."""
-
-    @staticmethod
-    def workload() -> Workload:
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
-        return Workload(
-            model,
-            torch.randn(4, 64),
-            loss_scope="batch",
-            optimizer=torch.optim.SGD,
-            compute_loss=lambda model, x: model(x).float().pow(2).mean(),
-        )
-
-    @pytest.mark.parametrize("precision", ["none,bf16", "bf16,none"])
-    def test_are_left_out(self, precision):
-        plan = quick(self.workload, "sim:1xRTX3090@3900KiB", effective_batch_size=1024, precision=precision)
-        assert plan.precision == "bf16"
-        assert any("precision none is left out: 894 samples" in note.text for note in plan.notes)
-
-    def test_all_of_them(self):
-        with raises(DoesNotFitError, "effective-batch-does-not-fit", "4096"):
-            quick(self.workload, "sim:1xRTX3090@3900KiB", effective_batch_size=4096, precision="none,bf16")
 
 
 class TestRangeOfEffectiveBatches:
@@ -1090,7 +987,7 @@ BAD = {
     "does not fit": (DoesNotFitError, "needs", lambda: quick(small(), "sim:RTX3090@3KiB")),
     "does not fit a budget": (DoesNotFitError, "needs", lambda: quick(small(), "cpu:3KiB")),
     "fits neither": (DoesNotFitError, "needs", lambda: quick(small(), "cpu:3KiB,cpu:3KiB")),
-    "storage": (InputError, "storage is", lambda: quick(small(), SIM, storage="sqlite:////nowhere/at/all.db")),
+    "storage": (ArgumentError, "Use plan.trials", lambda: quick(small(), SIM, storage="sqlite:///study.db")),
 }
 
 
@@ -1138,24 +1035,6 @@ class TestErrors:
         assert len(plan.trials) == 1
         assert "time-limit" in kinds(plan.notes)
 
-    @pytest.mark.slow
-    def test_a_search_that_was_killed_does_not_measure_its_ceilings_again(self, tmp_path, monkeypatch):
-        def stop(progress):
-            if progress.message == "searching, trial 2":
-                raise KeyboardInterrupt
-
-        options = {"effective_batch_size": 64, "n_trials": 4, "storage": f"sqlite:///{tmp_path / 'study.db'}"}
-        with pytest.raises(TuningInterrupted):
-            quick(small(), SIM, progress=stop, **options)
-        with monkeypatch.context() as patched:
-            patched.setattr(memory_bounds, "ceiling_of", lambda *_, **__: pytest.fail("measured again"))
-            patched.setattr(memory_bounds.MemoryBounds, "of_plan", lambda self, *_: (self.primary, *self.replicas))
-            resumed = quick(small(), SIM, **options)
-        assert "ceilings-from-storage" in kinds(resumed.notes)
-        again = quick(small(), SIM, **options)
-        assert again.split == resumed.split
-        assert "trials-from-storage" not in kinds(again.notes), "the study had ended, so its trials are measured again"
-
     def test_a_sampler_of_ones_own_draws_all_trials(self):
         import optuna
 
@@ -1166,92 +1045,6 @@ class TestErrors:
                 quick(small(), SIM, sampler=odd)
         with raises(InputError, "progress", "5"):
             quick(small(), SIM, progress=5)
-
-    def test_a_storage_keeps_the_study(self, tmp_path):
-        import optuna
-
-        url = f"sqlite:///{tmp_path / 'study.db'}"
-        plan = quick(small(), SIM, effective_batch_size=64, storage=url, name="kept")
-        names = optuna.get_all_study_names(storage=url)
-        assert len(names) == 1
-        assert names[0].startswith("kept-")
-        assert len(optuna.load_study(study_name=names[0], storage=url).trials) >= len(plan.trials)
-
-    @pytest.mark.slow
-    def test_two_searches_of_one_study_both_end(self, tmp_path, monkeypatch):
-        """The second search took the first one's trial for an interrupted trial. The first died of Optuna's error."""
-        options = {"effective_batch_size": 300, "storage": f"sqlite:///{tmp_path / 'study.db'}"}
-        evaluate, plans = session.Session._evaluate, []
-
-        def and_another(self, number, configuration):
-            monkeypatch.setattr(session.Session, "_evaluate", evaluate)
-            plans.append(quick(mlp(), SIM, **options))
-            return evaluate(self, number, configuration)
-
-        monkeypatch.setattr(session.Session, "_evaluate", and_another)
-        plans.append(quick(mlp(), SIM, **options))
-        assert plans[0].split == plans[1].split
-
-    def test_a_storage_that_fails_is_done_without(self, tmp_path, monkeypatch):
-        from optuna.storages._cached_storage import _CachedStorage
-
-        def full(*told):
-            raise OSError("No space left on device")
-
-        def break_it(progress):
-            if progress.message == "searching, trial 2":
-                monkeypatch.setattr(_CachedStorage, "set_trial_user_attr", full)
-
-        url = f"sqlite:///{tmp_path / 'study.db'}"
-        plan = quick(small(), SIM, effective_batch_size=64, storage=url, progress=break_it)
-        assert len(plan.trials) > 1
-        assert any(note.kind == "storage-failed" and "No space left" in note.text for note in plan.notes)
-
-    def test_a_storage_is_opened_before_anything_is_measured(self, monkeypatch):
-        monkeypatch.setattr(memory_bounds.MemoryBounds, "of_roles", lambda self: pytest.fail("measured"))
-        with raises(InputError, "storage-unusable", "'nosuch://me:***@host/db'"):
-            quick(small(), SIM, effective_batch_size=64, storage="nosuch://me:secret@host/db")
-
-    @pytest.mark.slow
-    def test_trials_that_come_from_a_storage_are_told_of(self, tmp_path):
-        """The plan counted all these trials as its own, but had run only some."""
-
-        def stop(progress):
-            if progress.message == "searching, trial 3":
-                raise KeyboardInterrupt
-
-        options = {"effective_batch_size": 64, "n_trials": 4, "storage": f"sqlite:///{tmp_path / 'study.db'}"}
-        with pytest.raises(TuningInterrupted):
-            quick(small(), SIM, progress=stop, **options)
-        resumed, again = quick(small(), SIM, **options), quick(small(), SIM, **options)
-        said = f"2 of {len(resumed.trials)} trials come from the storage of an interrupted search."
-        assert said in map(str, resumed.notes)
-        assert resumed.trials == again.trials
-        assert "trials-from-storage" not in kinds(again.notes), "it had come to its end"
-
-    @pytest.mark.slow
-    def test_a_tuning_that_was_killed_behind_its_search_does_not_run_its_trials_again(self, tmp_path, monkeypatch):
-        """The trials counted as complete, but the plan did not exist yet."""
-
-        class Killed(BaseException):
-            """Kills the process, as a job's time limit does, so no cleanup code runs."""
-
-        def killed(self):
-            raise Killed
-
-        options = {"effective_batch_size": 64, "n_trials": 4, "storage": f"sqlite:///{tmp_path / 'study.db'}"}
-        with monkeypatch.context() as patched:
-            patched.setattr(lone_session.LoneSession, "_confirm", killed)
-            with pytest.raises(Killed):
-                quick(small(), SIM, **options)
-        with monkeypatch.context() as patched:
-            patched.setattr(lone_session.LoneSession, "_evaluate", lambda *_: pytest.fail("run again"))
-            resumed = quick(small(), SIM, **options)
-        count = len(resumed.trials)
-        assert f"{count} of {count} trials come from the storage of an interrupted search." in map(str, resumed.notes)
-        again = quick(small(), SIM, **options)
-        assert again.trials == resumed.trials
-        assert "trials-from-storage" not in kinds(again.notes), "it had come to its end"
 
 
 @pytest.mark.parametrize(
