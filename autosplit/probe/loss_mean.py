@@ -15,7 +15,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -165,7 +167,10 @@ def examine_others(loss_of: Callable[[Any], Any], samples: Samples | Any, *, oth
     """
     try:
         samples = samples if isinstance(samples, Samples) else Samples.in_batch(samples)
-        return _examined(loss_of, samples, otherwise)
+        # A compiled model would be compiled again for each number of samples, with the recording of its functions.
+        is_compiled = "torch._dynamo" in sys.modules
+        with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+            return _examined(loss_of, samples, otherwise)
     except (WorkloadError, _UnexaminedError) as error:
         return Finding(otherwise, math.nan, reason=str(error))
     except Exception as failure:  # noqa: BLE001 - training goes on, with a warning

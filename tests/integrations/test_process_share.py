@@ -356,6 +356,21 @@ class TestExamining:
         with pytest.warns(UnevenLossWarning, match=r"The loss is not a mean over .*Pass count= to the Trainer"):
             warn_of_finding(finding, where="the Trainer")
 
+    def test_a_compiled_model_runs_eagerly(self):
+        """It would be compiled for each number of samples."""
+        compiled = []
+        weights = torch.tensor([1.0, 5.0, 2.0])
+
+        def backend(graph, _inputs):
+            compiled.append(graph)
+            return graph.forward
+
+        loss = torch.compile(lambda x, labels: F.cross_entropy(x, labels, weights), backend=backend)
+        batch = {"x": torch.randn(8, 3), "labels": torch.randint(3, (8,))}
+        finding = examine_others(lambda rows: loss(**rows), batch, otherwise="samples")
+        assert "class weights" in str(finding)
+        assert not compiled
+
     def test_another_ignored_label_is_counted_in_any_batch(self):
         batch = (torch.randn(4, 3).requires_grad_(), torch.tensor([0, 255, 2, 1]))
         finding = examine_others(lambda rows: F.cross_entropy(*rows, ignore_index=255), batch, otherwise="samples")
