@@ -64,6 +64,10 @@ class WorkloadError(InputError):
     code = "workload"
 
 
+class NotFiniteError(WorkloadError):
+    """The gradient of the sample batch is NaN or infinite."""
+
+
 class PlanError(InputError):
     """A plan can't be read, or can't be used here."""
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.devices.spec import parse_devices
-from autosplit.errors import WorkloadError, ends_tracebacks, one_line, users_errors
+from autosplit.errors import NotFiniteError, WorkloadError, ends_tracebacks, one_line, users_errors
 from autosplit.notes import Note
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_comparison import LEAST_SAMPLES, Comparison, begin
@@ -123,9 +123,9 @@ def checks_for(
             return tuple(map(_without_rounding, Comparison(built, part, remark).checks())), ()
         except TooDearError as error:
             why = str(error) or f"a forward of {LEAST_SAMPLES} samples on the CPU took over {WARM_S:g} s"
+        except NotFiniteError:
+            return (), (Note(NOT_FINITE, NOT_FINITE_TEXT),)
         except Exception as error:  # noqa: BLE001  # the tuning reports errors of the workload
-            if getattr(error, "code", None) == NOT_FINITE:
-                return (), (Note(NOT_FINITE, NOT_FINITE_TEXT),)
             why = one_line(error)
     return (), (not_checked(why),)
 

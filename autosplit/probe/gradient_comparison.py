@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autosplit.errors import AutosplitError, WorkloadError, from_user_code, one_line
+from autosplit.errors import AutosplitError, NotFiniteError, WorkloadError, from_user_code, one_line
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDearError, relative
 from autosplit.probe.loss_rule import Rule, by_samples, mixed, reduction_of, rule_of, unseen_rule
@@ -129,7 +129,7 @@ class Comparison:
                 why = "step= is a whole optimizer step" if self.workload.step else "loss_scope='batch' forbids it"
                 self.remarks.append(f"Accumulation was not checked: {why}.")
             if not all(bool(gradient.isfinite().all()) for gradient in begun.whole.values()):
-                raise WorkloadError(
+                raise NotFiniteError(
                     "The gradient of the whole sample batch is not finite. Pass a batch and parameters that can be "
                     "trained.",
                 )

@@ -155,6 +155,7 @@ LONG = tuple(
 )
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("line", [for_release(line) if line.startswith(LONG) else line for line in examples()])
 def test_the_examples_in_the_helps_run(line, tmp_path, monkeypatch, capsys):
     if line.startswith("autosplit report"):
@@ -231,6 +232,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(cache_dir):
 # tune, with a fake for tuning
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -798,6 +800,7 @@ def test_bad_flags_of_probe_are_refused_before_the_file_runs(script, probed, fai
     assert said in fails("probe", script("raise SystemExit('the file ran')"), *arguments)[0]
 
 
+@pytest.mark.whole
 def test_a_plot_without_matplotlib_says_what_to_install(script, probed, fails, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -805,6 +808,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(script, probed, fails, m
     assert line.endswith("--plot needs matplotlib, which is not installed. Install it: pip install matplotlib.")
 
 
+@pytest.mark.whole
 def test_a_plot_is_drawn(script, probed, capsys, fails):
     pytest.importorskip("matplotlib")
     probed.answers["cpu:1", "rank"] = made_ceiling("x", 9, 2**20, points=((4, 2**19, True), (8, 2**20, False)))
@@ -895,6 +899,7 @@ def test_show_what_is_no_plan(fails, tmp_path):
     assert "is not a plan" in fails("show", str(path))[0]
 
 
+@pytest.mark.whole
 def test_a_file_may_be_named_in_any_way(fails, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made_plan().save("plan.json")
@@ -948,6 +953,7 @@ class Full(io.RawIOBase):
         return len(data)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "words",
     [
@@ -1001,6 +1007,7 @@ def test_an_encoding_that_lacks_a_name_of_the_plan(tmp_path):
     assert Plan.from_json(out).devices[0].name == "RTX \u00e9\U0001f600"
 
 
+@pytest.mark.whole
 def test_names_of_files_that_are_not_utf8_as_json(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", f"{tmp_path}/c\udcff")
     assert main(["profiles", "path", "--json"]) == 0

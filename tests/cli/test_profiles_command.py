@@ -206,6 +206,7 @@ def test_a_file_that_is_not_called_as_a_profile_is_not_listed(capsys):
     assert [one["key"] for one in json.loads(capsys.readouterr().out)["profiles"]] == ["ab" * 16]
 
 
+@pytest.mark.whole
 def test_the_newest_is_one_of_a_search_that_ended(capsys):
     store("ab" * 16, made_plan())
     store("cd" * 16, replace(made_plan(), complete=False))

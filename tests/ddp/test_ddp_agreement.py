@@ -226,6 +226,7 @@ def test_a_rank_may_keep_values_of_its_own_with_the_same_model(ranks):
     assert found_by(ranks, "checkpoint without checksums") == [["loaded", 0], ["loaded", 0]]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", SCALED)
 def test_a_grad_scaler_steps_where_a_rank_has_no_samples(ranks, name):
     """scaler.step raised AssertionError ("_scale is None") on the rank without samples."""

@@ -63,6 +63,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 ranks = job_of(__name__, "SCENARIOS", 2)
 
 
+@pytest.mark.whole
 def test_with_cuts_autosplit_averages_the_gradients_itself(ranks):
     assert found_by(ranks, "cut") == ["no error"] * 2
 

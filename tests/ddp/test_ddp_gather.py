@@ -169,6 +169,7 @@ def test_every_steps_gradient_is_that_of_one_process(ranks, loss, job):
             assert (got - wanted).norm() <= 1e-12 * wanted.norm().clamp_min(1e-3)  # it may be 0
 
 
+@pytest.mark.whole
 def test_of_a_model_that_is_shared_out(ranks):
     expected = alone_gradients("clip", "empty shares in the short last step")
     for found in found_by(ranks, "shard"):
@@ -176,11 +177,13 @@ def test_of_a_model_that_is_shared_out(ranks):
             assert relative_error(got, wanted) < 1e-12
 
 
+@pytest.mark.whole
 def test_outside_of_steps_every_row_is_gathered(ranks):
     rows = [0.0, 1.0, 10.0, 11.0, 12.0]
     assert found_by(ranks, "evaluated") == [(rows, 0, (2, 3), "torch.float16"), (rows, 2, (2, 3), "torch.float16")]
 
 
+@pytest.mark.whole
 def test_what_can_not_be_gathered_is_refused_on_all_ranks(ranks):
     for found in found_by(ranks, "refusals"):
         shapes, gradients, scalar, cut, *by_torch, padded, module = found

@@ -298,6 +298,7 @@ def test_a_loader_of_another_kind_has_its_counts_over_the_ranks(ranks):
         assert relative_error(found, expected) < EXACT
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "says"),
     [

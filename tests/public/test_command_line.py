@@ -96,6 +96,7 @@ class TestHelp:
         assert f"  autosplit {command}" in ran.out
 
 
+    @pytest.mark.whole
 class TestUsage:
     @pytest.mark.parametrize(
         ("words", "said"),
@@ -162,6 +163,7 @@ class TestShow:
         assert len(run("show", "plan.json", "--details").out) > len(run("show", "plan.json").out)
 
 
+@pytest.mark.whole
 class TestExport:
     def test_prints_the_settings(self, run):
         ran = run("export", "plan.json", "--to", "env")
@@ -241,6 +243,7 @@ class TestTune:
         assert Plan.load(profile).simulated
 
 
+    @pytest.mark.whole
 class TestOtherCommands:
     @pytest.mark.parametrize(
         ("words", "key"),

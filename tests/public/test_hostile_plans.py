@@ -242,6 +242,7 @@ def test_deep_nesting_is_refused():
             Plan.from_json(text)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("to", ["slurm", "env", "torchrun", "skypilot"])
 def test_a_path_with_a_control_character_is_not_exported(to):
     plan = loaded(PLAIN)

@@ -85,6 +85,7 @@ def trainer_of(name: str, folder: Any, split: tuple[int, ...], effective: int, *
     return Trainer(model, arguments, train_dataset=data, plan=make_plan(split, effective))
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("_tools")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", CONFIGS)
@@ -94,6 +95,7 @@ def test_the_trainer_warns_of_a_routers_loss(name, tmp_path):
         trainer_of(name, tmp_path, (2,), 4, output_router_logits=True)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("_tools")
 @pytest.mark.parametrize(
     ("effective", "options"),

@@ -104,6 +104,7 @@ def test_the_rule_lets_public_names_pass(line):
     assert list(private_names(ast.parse(line))) == []
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", autosplit.__all__)
 def test_every_public_name_is_there_and_documented(name):
     value = getattr(autosplit, name)

@@ -91,6 +91,7 @@ class TestEveryPlan:
         assert str(plan).startswith(f"split {plan.split} = {plan.batch_size} samples per forward")
         assert "(simulated)" in str(plan)
 
+    @pytest.mark.whole
     @pytest.mark.parametrize("to", ["env", "json", "transformers", "accelerate", "lightning"])
     def test_is_exported(self, plan, to):
         exported = plan.export(to)

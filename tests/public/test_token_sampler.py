@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader
 
 from autosplit import OutOfMemoryError, Plan, ddp
 
+pytestmark = pytest.mark.whole
+
 POINTS = [
     {"length": length, "times": times, "samples_per_s": 10 * times, "own_samples_per_s": 10 * times}
     for length, times in ((16, 1.0), (8, 2.5), (4, 6.0))

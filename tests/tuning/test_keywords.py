@@ -51,6 +51,7 @@ def test_what_resembles_nothing_gets_the_list():
         autosplit.tune(MODEL, BATCH, xyzzy=2)
 
 
+@pytest.mark.whole
 def test_the_table_names_keywords_that_exist():
     known = {*inspect.signature(autosplit.tune).parameters}
     assert [
