@@ -96,8 +96,8 @@ class TestHelp:
         assert f"  autosplit {command}" in ran.out
 
 
-    @pytest.mark.whole
 class TestUsage:
+    @pytest.mark.whole
     @pytest.mark.parametrize(
         ("words", "said"),
         [
@@ -243,8 +243,8 @@ class TestTune:
         assert Plan.load(profile).simulated
 
 
-    @pytest.mark.whole
 class TestOtherCommands:
+    @pytest.mark.whole
     @pytest.mark.parametrize(
         ("words", "key"),
         [
