@@ -134,7 +134,7 @@ class Context(CheckpointMethods):
         kwargs = {**self.plan.ddp.options.keywords(), **kwargs}
         wrapped = RankModel(moved(model, self.device), **kwargs)
         let_go_of_group_last(wrapped)
-        self._models.wrapped[wrapped] = None
+        self._models.wrapped.add(wrapped)
         self._models.meet_always |= has_synchronised(model)
         return wrapped
 
@@ -179,7 +179,7 @@ class Context(CheckpointMethods):
         checkpoint_layers(model, self.plan.checkpointed)
         shard_size = self.plan.ddp.shard_size
         addon("shard")(model, device=self.device, layers=layers, shard_size=shard_size, options=kwargs)
-        self._models.sharded[model] = None
+        self._models.sharded.add(model)
         self._models.meet_always = True  # every forward and backward gathers parameters
         return model
 
