@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autosplit import ddp
 from autosplit.ddp.gradient_average import apart, average_gradients, refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last
+from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.errors import InputError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
 from autosplit.integrations.own_loss import warn_of_router_loss
@@ -123,6 +124,7 @@ class SharesMixin(Mixed):
         self._count, self._scope = count, loss_scope
         if checked_scope(loss_scope):
             refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None)
+        self._collectives: LossCollectives | None = None
         self._gradients: TrainedGradients | None = None
         self._weights: deque[float] = deque()
         self._items: deque[float] = deque()
@@ -239,6 +241,10 @@ class SharesMixin(Mixed):
         weight = self._weights.popleft()
         self.current_gradient_accumulation_steps = 1  # otherwise the Trainer would divide the weighted loss again
         items = self._items.popleft() if self._norms is not None else 0
+        if self._scope is None and self._collectives is None and self.share.num_processes > 1:
+            self._collectives = LossCollectives(counts=True)
+        if self._collectives is not None:
+            self._collectives.begin()
         if self._gradients is None and self.share.num_processes > 1:
             again = "Unfreeze and add layers before trainer.train()."
             self._gradients = TrainedGradients([model], again)
@@ -326,6 +332,8 @@ class SharesMixin(Mixed):
         backward = accelerator.backward
 
         def weighted(loss: torch.Tensor, **options: Any) -> None:
+            if self._collectives is not None:
+                self._collectives.refuse(loss, weight, "the Trainer")
             run = partial(weighted_backward, backward, loss, weight, [model], **options)
             with self._recorded(loss, items, model):
                 run() if attempt is None else attempt.backward(run, loss)

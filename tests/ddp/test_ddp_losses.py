@@ -134,7 +134,7 @@ def refused(effective: int, **options: Any) -> str:
 def logged() -> torch.Tensor:
     """If a loss is only reduced for logging, the training loss is still the rank's own mean."""
     with prepared(16, INPUTS, LABELS) as (ctx, model, optimizer, loader):
-        for step in ctx.steps(loader):
+        for step in ctx.steps(loader, loss_scope="sample"):
             for inputs, labels in step:
                 loss = F.cross_entropy(model(inputs), labels)
                 dist.all_reduce(loss.detach().clone())
@@ -145,7 +145,7 @@ def logged() -> torch.Tensor:
 
 
 class WithBuffers(nn.Module):
-    """DDP broadcasts the buffers in its forward."""
+    """DDP broadcasts the buffers in its forward: this is no collective of the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,6 +270,7 @@ class Estimate:
 SCENARIOS: dict[str, Callable[[], Any]] = {
     **{name: there for name, (there, _) in LOOPS.items()},
     "foreign": foreign_loader,
+    "undeclared": partial(refused, 8),
     "not counted": partial(refused, 16, loss_scope="ranks"),
     "no samples": partial(refused, 17, loss_scope="ranks", count=lambda batch: int(batch[1].sum())),
     "noise scale": partial(refused, 8, loss_scope="ranks", noise_scale=Estimate()),
@@ -302,6 +303,7 @@ def test_a_loader_of_another_kind_has_its_counts_over_the_ranks(ranks):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
+        ("undeclared", "The ranks ran a collective before the backward of a micro-batch's loss"),
         ("not counted", "loss_scope is 'ranks', and a step has 2 micro-batches"),
         ("no samples", "a rank has no samples in a micro-batch"),
         ("noise scale", "loss_scope is 'ranks' and noise_scale:"),
