@@ -33,6 +33,7 @@ from autosplit.errors import InputError, PlanError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
 from autosplit.integrations.lightning_oom_cuts import CutMixin, CutSteps, refuse_no_mixin
 from autosplit.integrations.lightning_workload import PRECISIONS, asked_loss, workload
+from autosplit.integrations.loss_mean import SUM, Finding, Samples, examine_others, warn_of_finding
 from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.trained_gradients import TrainedGradients
@@ -44,7 +45,6 @@ from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combi
 from autosplit.parallel.step_listener import NoiseEstimate
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
-from autosplit.probe.loss_mean import SUM, Finding, Samples, examine_others, warn_of_finding
 from autosplit.tools.oom_cuts import CutWarning, cuts_for
 
 __all__ = ["CutMixin", "CutWarning", "NoPlanWarning", "Shares", "SharesLoader", "UnevenLossWarning", "workload"]

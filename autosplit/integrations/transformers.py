@@ -10,7 +10,7 @@ For your own Trainer class, write ``class MyTrainer(SharesMixin, TheirTrainer)``
 
 Each micro-batch's loss is weighted by its divisor: the labels that are not ignored (shifted or not), their class
 weights, or the samples. If the loss is a sum, the weight is 1. The Trainer infers the divisor by running the loss on a
-few samples (`autosplit.probe.loss_mean`), unless `count` returns it.
+few samples (`autosplit.integrations.loss_mean`), unless `count` returns it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.errors import InputError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
+from autosplit.integrations.loss_mean import SUM, TOLERANCE, Finding, Samples, count_by, examine_others, warn_of_finding
 from autosplit.integrations.own_loss import warn_of_router_loss
 from autosplit.integrations.process_share import NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options, taken_mark
@@ -57,7 +58,6 @@ from autosplit.parallel.rank_scope import (
 from autosplit.parallel.step_listener import NoiseEstimate
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
-from autosplit.probe.loss_mean import SUM, TOLERANCE, Finding, Samples, count_by, examine_others, warn_of_finding
 from autosplit.rng import kept_rng
 from autosplit.tools.oom_cuts import Attempt, CutWarning, cuts_for, run_in_parts
 
@@ -70,7 +70,7 @@ __all__ = ["CutWarning", "NoPlanWarning", "SharesMixin", "Trainer", "UnevenLossW
 
 
 _ITEMS = "items"
-"""The rule of a loss that itself divides by the whole step's items. See `autosplit.probe.loss_mean.RULES`."""
+"""The rule of a loss that itself divides by the whole step's items. See `autosplit.integrations.loss_mean.RULES`."""
 
 
 class SharesMixin(Mixed):

@@ -33,13 +33,13 @@ from torch.utils.data import (
 
 from autosplit.ddp.rendezvous import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.integrations.loss_mean import TOLERANCE, Samples, count_by, examine_others, warn_of_finding
 from autosplit.integrations.process_share import Share, Uncounted, find_share, share_of
 from autosplit.integrations.share_loader import MARK, MarkingDataset, loader_options, taken_mark
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
 from autosplit.parallel.loss_weights import UnevenLossWarning
 from autosplit.plan.other_model import OtherModelWarning
 from autosplit.plan.record import without_notes
-from autosplit.probe.loss_mean import TOLERANCE, Samples, count_by, examine_others, warn_of_finding
 from autosplit.rng import RngState
 
 
