@@ -77,7 +77,7 @@ def test_a_killed_and_replaced_node_changes_no_weight(tmp_path: Path) -> None:
     assert plan.ddp.measured
     assert plan.effective_batch_size == 48
     codes, messages = zip(*found["errors"], strict=True)
-    assert codes == ("WorkloadError", "DeviceError", "InputError", "DoesNotFitError")
+    assert codes == ("WorkloadError", "InputError", "InputError", "DoesNotFitError")
     assert re.search(r"node \S+ is 2048MiB", messages[1])
     ranks = r"0 is cpu with 1 MiB on node \S+, 1 is cpu with 512 KiB on node \S+\.$"
     assert re.search(rf"\nReported by rank [01]\. Ranks: {ranks}", messages[3])
