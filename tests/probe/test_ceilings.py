@@ -18,7 +18,7 @@ from torch import nn
 import autosplit
 from autosplit import Workload, find_ceiling
 from autosplit.errors import InputError, UserCodeError, WorkloadError
-from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.model_copy import training_copy
@@ -155,28 +155,6 @@ def test_neither_does_a_custom_step_that_keeps_what_it_sees():
 
 def test_a_list_of_losses_is_no_memory_bank(counted):
     assert_right(lambda: classifier(Noting(torch.mean)), "1MiB", counted)
-
-
-class Queued(Noting):
-    """Keeps its data in a ring of fixed size."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda outputs: outputs)
-        self.ring, self.at = torch.zeros(4096, 10), 0
-
-    def forward(self, x):
-        outputs = self.layers(x)
-        for row in range(0, len(x), 64):
-            part = outputs.detach()[row : row + 64]
-            self.at = self.at if self.at + len(part) <= len(self.ring) else 0
-            self.ring[self.at : self.at + len(part)] = part
-            self.at += len(part)
-        return outputs
-
-
-@pytest.mark.slow
-def test_a_ring_of_fixed_size_counts_once(counted):
-    assert_right(lambda: classifier(Queued()), "1MiB", counted)
 
 
 def test_an_optimizer_of_which_no_two_steps_are_alike_is_refused():
@@ -511,8 +489,3 @@ class TestHeldInterrupts:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-
-
-def test_a_ceiling_that_does_not_exist_still_names_bytes():
-    with pytest.raises(DoesNotFitError, match="does not fit on cpu:0"):
-        find_ceiling(classifier(small(), optimizer=torch.optim.SGD), "cpu:1KiB")

@@ -376,12 +376,6 @@ class TestOneDevice:
             del runtime._guarded
             assert runtime.peaks(StepShape(((4,),)))[0] > 0
 
-    def test_a_measured_step(self):
-        with running(f"{KIND}:0", small()) as runtime:
-            found = runtime.measure(StepShape(((8,), (8,))), budget_s=0.1)
-        assert found.seconds > found.update_s > 0
-        assert found.peak_bytes[0] > 0
-
     def test_its_batches_are_pinned(self, monkeypatch):
         """Pageable batches took 10% to 30% of an image model's step, on one GPU after another."""
         ran = []

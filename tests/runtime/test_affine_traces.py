@@ -55,34 +55,6 @@ def test_equal_to_the_byte(name):
     assert tracer.runs <= 12
 
 
-def test_three_steps_tell_two_devices_up_to_1024_samples():
-    """Five steps were traced, among them 1,024 samples, and one only to compare two devices with each alone."""
-    tracer, _ = make_tracer(ALL["cnn"](), like_gpu=True)
-    traces = AffineTraces(tracer)
-    with traces.checking():
-        for split in ((8,), (1024,), (1000, 24), (3, 2), (512, 512)):
-            traces.trace(StepShape((split,)))
-    assert tracer.runs == 3
-    assert not traces.given_up
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["cnn", for_release("gru"), for_release("char_gpt")])
-def test_steps_take_as_long(name):
-    """The work of each op is extrapolated, and so is its time on any GPU. Tuning traced a step per split."""
-    workload = ALL[name]()
-    tracer, _ = make_tracer(workload, like_gpu=True)
-    devices = parse_devices("sim:1xH100-80GB+1xRTX3090+1xT4")
-    full, _ = make_tracer(workload, like_gpu=True)
-    told, followed = (SimulatedRuntime(devices, (2**60,) * 3, traces) for traces in (AffineTraces(tracer), full))
-    for splits in (((31, 20, 9),), ((0, 20, 9),) * 3, ((64, 0, 0),) * 2, ((5, 4, 3), (3, 2, 1))):
-        ours, theirs = told.measure(StepShape(splits)), followed.measure(StepShape(splits))
-        assert ours.peak_bytes == theirs.peak_bytes
-        assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-9)
-        assert ours.busy_s == pytest.approx(theirs.busy_s, rel=1e-9)
-        assert ours.update_s == pytest.approx(theirs.update_s, rel=1e-9)
-
-
 @pytest.mark.parametrize("machine", [for_release("sim:2xRTX3090"), "sim:3xRTX3090"])
 @pytest.mark.parametrize("name", ["cnn", for_release("with_loss"), for_release("char_gpt")])
 def test_a_short_last_micro_step_is_told_by_the_first(name, machine):
@@ -163,17 +135,6 @@ class Contrasting(nn.Module):
 
 def contrast(outputs, _targets):
     return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs), device=outputs.device))
-
-
-def test_a_loss_over_the_whole_batch_is_told_by_one_trace():
-    batch = torch.randn(64, 16), torch.zeros(64)
-    workload = Workload(Contrasting(), batch, loss_fn=contrast, loss_scope="batch")
-    tracer, _ = make_tracer(workload, like_gpu=True)
-    full, _ = make_tracer(workload, like_gpu=True)
-    traces = AffineTraces(tracer)
-    shape = StepShape(((4096,),))
-    assert traced_peaks(traces, shape) == traced_peaks(full, shape)
-    assert tracer.runs <= 3
 
 
 class Switching(nn.Module):

@@ -74,15 +74,6 @@ def test_a_repeated_call_returns_what_the_operator_returns(call, is_known, grad)
     assert (counts[2] == 0) is is_known
 
 
-def test_a_view_shares_the_memory_of_its_own_input():
-    results = FakeResults()
-    with fake_mode(), Tracker(["device 0"], [None], fake_results=results) as tracker:
-        for _ in range(2):
-            values = torch.empty(4, 4)
-            tracker.adopt(values, 0)
-            assert values.view(-1).untyped_storage()._cdata == values.untyped_storage()._cdata
-
-
 def test_a_known_number_is_not_forgotten():
     """An optimizer reads its step count from a fake tensor with a constant."""
     results = FakeResults()

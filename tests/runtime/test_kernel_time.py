@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -73,19 +72,8 @@ def test_a_softmax_of_long_rows_reads_them_again():
         assert long.seconds(A100) == pytest.approx(kernel_rates().long_row * short.seconds(A100), rel=1e-3)
 
 
-def test_wider_groups_are_faster():
-    thin, wide = (OpCost(10**12, 2, "float16", "grouped", (10**6, channels, 9 * channels, 32)) for channels in (4, 64))
-    assert wide.seconds(A100) < thin.seconds(A100) / 1.5
-
-
 def test_one_interpreter_starts_the_forwards_of_all_replicas():
     work = Work.of(0, [OpCost(0, 8, "float32", part=part) for part in ("forward", "backward", "none")])
     one, four = (host_seconds(work.numbers, work.codes, A100, replicas=count) for count in (1, 4))
     assert four[0] == pytest.approx(4 * one[0])
     assert (four[1], four[2]) == (one[1], 0.0)
-
-
-def test_an_op_over_lists_costs_the_host_something_for_each_tensor():
-    few, many = (Work.of(0, [OpCost(0, 8, "float32", "optimizer", (n, 0, 0, 0), "update")]) for n in (1, 100))
-    seconds = [float(np.sum(host_seconds(work.numbers, work.codes, A100))) for work in (few, many)]
-    assert seconds[1] - seconds[0] == pytest.approx(99 * kernel_rates().host.tensor * A100.launch_s)

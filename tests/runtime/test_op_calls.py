@@ -1,11 +1,10 @@
 """Arguments of an op for another number of samples."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosplit.runtime.op_calls import ODD_SIZES, OpCall, odd_split, resizer
+from autosplit.runtime.op_calls import OpCall, odd_split, resizer
 from autosplit.runtime.op_cost import op_cost
 
 aten = torch.ops.aten
@@ -20,12 +19,6 @@ def test_a_size_is_told_by_what_the_samples_divide(factor, degree, first, second
     if all(factor % n for n in (*odd, sum(odd))):
         assert sizes(factor * odd[0] ** degree) == factor * first**degree
         assert sizes(factor * sum(odd) ** degree) == factor * (first + second) ** degree
-
-
-def test_only_two_devices_have_samples():
-    assert odd_split((0, 3, 1, 7)) == (0, ODD_SIZES[0], 1, ODD_SIZES[1])
-    with pytest.raises(ValueError, match="more than 2 devices"):
-        odd_split((2, 2, 2))
 
 
 def test_a_product_costs_what_one_of_other_samples_does():

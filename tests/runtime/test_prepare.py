@@ -14,14 +14,14 @@ from raised import raises
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
-from workloads import Uncopyable, net, net_batch, small, without_fakes
+from workloads import Uncopyable, net, small
 
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import UserCodeError, WorkloadError
 from autosplit.profiles.key import workload_of
 from autosplit.runtime import accelerator, prepare
-from autosplit.runtime.prepare import Followed, build, follow, workload_source
+from autosplit.runtime.prepare import Followed, build, follow
 from autosplit.tuning.tune import tune
 from autosplit.workload.workload import Workload
 
@@ -98,12 +98,6 @@ def test_a_function_is_built_under_fake_tensors_for_cards_that_are_not_there():
     assert followed.tracer.fake
 
 
-def test_a_function_is_built_for_real_on_the_processor():
-    with ExitStack() as closing:
-        followed = staged(small, CPU, closing)
-    assert not any(isinstance(parameter, FakeTensor) for parameter in followed.workload.model.parameters())
-
-
 @pytest.mark.usefixtures("nothing_is_small")
 def test_a_function_that_reads_numbers_is_built_for_real_and_said_so():
     def reading() -> Workload:
@@ -167,19 +161,6 @@ def test_a_borrowed_model_is_given_back_where_it_can_not_be_followed(error):
     with ExitStack() as closing, pytest.raises((UserCodeError, KeyboardInterrupt)):
         staged(workload, CPU, closing)
     assert [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())] == pointers
-
-
-def test_a_model_with_its_batch_becomes_a_workload():
-    source = workload_source(net(), net_batch(), {"loss_fn": F.cross_entropy, "optimizer": None})
-    assert isinstance(source, Workload)
-    assert source.sample_batch_size == 4
-
-
-def test_what_can_not_be_faked_says_why():
-    with ExitStack() as closing:
-        followed = staged(without_fakes(), SIM, closing)
-    assert not followed.tracer.fake
-    assert followed.notes[0].kind == "real-tensors"
 
 
 # --------------------------------------------------------------------------------------- batches of all kinds

@@ -78,16 +78,3 @@ def test_a_shape_is_asked_for_once():
     counts = real_outputs._rnn_workspace_bytes.cache_info()
     assert counts.misses == 2  # one for each layer's shapes
     assert counts.hits > 0
-
-
-def test_other_ops_return_what_they_return():
-    factors = torch.ones(2, 2), torch.ones(2, 2)
-    outputs = torch.ops.aten.mm.default(*factors)
-    assert real_outputs.as_real(torch.ops.aten.mm.default, factors, outputs) is outputs
-    if "dtype" in torch.ops.aten.mm.overloads():  # torch 2.6 has no such overload
-        assert real_outputs.as_real(torch.ops.aten.mm.dtype, (*factors, torch.float32), outputs) is outputs
-
-
-def test_a_product_of_unlike_dtypes_is_refused():
-    with pytest.raises(RuntimeError, match=r"must have the same dtype, but got torch\.float64 and torch\.float32"):
-        real_outputs.as_real(torch.ops.aten.mm.default, (torch.ones(2, 2).double(), torch.ones(2, 2)), None)

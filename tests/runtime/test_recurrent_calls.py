@@ -70,20 +70,3 @@ def test_other_batches_are_told(kind):
         for told, followed in zip(traces.trace(shape).micro, full.trace(shape).micro, strict=True):
             assert not isinstance(told, Work) or (told.numbers == followed.numbers).all()
     assert not traces.given_up
-
-
-def test_a_cell_is_started_at_each_place():
-    class Stepping(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell = nn.LSTMCell(16, 32)
-
-        def forward(self, x):
-            state = None
-            for place in x.unbind(1):
-                state = self.cell(place, state)
-            return state[0]
-
-    tracer, _ = make_tracer(Workload(Stepping(), torch.randn(4, PLACES, 16)), like_gpu=True)
-    micro = tracer.trace(StepShape(((64,),))).micro
-    assert started([event for event in micro if isinstance(event, Work)]) > 4 * PLACES

@@ -110,11 +110,6 @@ def test_what_can_not_be_sent_is_refused():
         tune(small(loss_fn=lambda y, _: y.mean()), devices="cpu:1MiB", isolate=True, profile="off")
 
 
-def test_cards_that_are_not_there_need_no_process(start):
-    with ExitStack() as closing:
-        assert isolated_runtime(small, parse_devices("sim:RTX3090"), (2**34,), closing) is None
-
-
 @pytest.mark.slow
 def test_the_live_model_stays_where_it_is(start):
     """multiprocessing's own pickling would move its tensors to shared memory."""
@@ -217,31 +212,6 @@ def test_a_lost_step_names_its_device_where_that_is_known(runtime, split, device
     assert isinstance(caught.value, torch.OutOfMemoryError)
 
 
-def test_the_notes_have_a_sentence_for_each_cause(runtime):
-    apart, child = runtime()
-    child.answers = [(1,), killed(), killed(), hung(), killed()]
-    apart.peaks(rank(1))
-    for shape in (rank(9), rank(7), rank(8), StepShape(((9, 3), (9, 3)))):
-        with pytest.raises(StepLostError):
-            apart.peaks(shape)
-    assert kinds(apart.notes) == ["process-lost"] * 2
-    assert tuple(map(str, apart.notes)) == (
-        "3 processes, the smallest at 7 samples, were lost: each was killed by SIGKILL. This counts as out of memory.",
-        "The process that ran 8 samples did not answer within 10 s and was stopped. This counts as out of memory.",
-    )
-
-
-def test_one_that_dies_of_anything_is_not_started_for_ever(runtime):
-    apart, child = runtime()
-    child.answers = [killed() for _ in range(9)]
-    for n in (8, 4):
-        with pytest.raises(StepLostError):
-            apart.peaks(rank(n))
-    with raises(AutosplitError, "3") as caught:
-        apart.peaks(rank(2))
-    assert not isinstance(caught.value, OutOfMemoryError)
-
-
 def test_an_error_is_an_answer(runtime):
     apart, child = runtime()
     child.answers = [OutOfMemoryError("full"), killed(), killed(), killed(), killed()]
@@ -252,12 +222,6 @@ def test_an_error_is_an_answer(runtime):
             apart.peaks(rank(n))
 
 
-def test_without_a_time_limit_a_step_may_take_ten_minutes(runtime):
-    apart, child = runtime()
-    apart.peaks(rank(4))
-    assert (child.starts, limits(child)) == ([600], [600])
-
-
 def test_half_of_what_is_left_of_a_time_limit_is_for_one_step(runtime):
     apart, child = runtime(deadline_s=1100.0)
     child.takes_s = 0.1
@@ -266,14 +230,6 @@ def test_half_of_what_is_left_of_a_time_limit_is_for_one_step(runtime):
         clock.now += 40
     assert child.starts == pytest.approx([100, 60, 60], abs=1)
     assert limits(child) == pytest.approx([50, 30, 10], abs=1)
-
-
-def test_a_step_may_be_as_slow_as_those_before_promise(runtime):
-    apart, child = runtime(deadline_s=1001.0)
-    child.takes_s = 4.0
-    apart.peaks(rank(4))
-    apart.peaks(rank(64))
-    assert limits(child) == [10, 80]
 
 
 def test_after_one_that_hangs_others_are_given_less(runtime):
@@ -355,17 +311,6 @@ def test_switches_of_kernels_hold_in_the_other_process(change, undo, seen):
         undo()
 
 
-def test_hanging_ends_with_the_time_limit(runtime):
-    apart, child = runtime(deadline_s=1040.0)
-    child.takes_s, child.answers = 20.0, [(1,), hung(), hung(), hung()]
-    apart.peaks(rank(4))
-    for n in (64, 63):
-        with pytest.raises(StepLostError):
-            apart.peaks(rank(n))
-    with raises(AutosplitError, "3"):
-        apart.peaks(rank(62))
-
-
 # Conversion of errors in the process
 
 
@@ -402,13 +347,6 @@ def test_an_error_after_which_cuda_answers_no_more_costs_the_process(monkeypatch
         LostCauseError, match=r"^lost the CUDA device: RuntimeError: CUDA error: device-side assert triggered$"
     ):
         served(monkeypatch, error, is_lost=True).peaks(rank(4))
-
-
-def test_a_kernels_limit_arrives_as_torch_words_it(monkeypatch):
-    error = RuntimeError("integer out of range")
-    with pytest.raises(RuntimeError) as caught:
-        served(monkeypatch, error).peaks(rank(4))
-    assert caught.value is error
 
 
 def test_every_way_to_run_out_of_memory_is_one(monkeypatch):

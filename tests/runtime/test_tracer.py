@@ -69,16 +69,6 @@ class TestTheFirstStep:
         tracer, _ = make_tracer(regression(Remembers()), like_gpu=False)
         assert alike(tracer.trace(SHAPE), tracer._run(SHAPE))
 
-    def test_may_be_a_users_own(self):
-        def step(model, optimizer, batch):
-            F.mse_loss(model(batch[0]), batch[1]).backward()
-            optimizer.step()
-
-        tracer, _ = make_tracer(
-            regression(nn.Linear(8, 8), loss_fn=None, step=step, optimizer=torch.optim.AdamW), like_gpu=False
-        )
-        assert alike(tracer.trace(SHAPE), tracer._run(SHAPE))
-
     def test_counts_the_state_that_a_live_optimizer_has_already(self):
         model = nn.Linear(8, 8)
         optimizer = torch.optim.AdamW(model.parameters())
