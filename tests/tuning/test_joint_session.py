@@ -681,53 +681,6 @@ def test_a_slow_rank_takes_part_with_the_least_that_it_can(slower: float, effect
     assert Proposer(solver)([failed]).configuration is not None
 
 
-def test_a_search_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    curves = (TimeCurve(((1, 1e-3), (64, 1.5e-3))),) * 2
-    region = Region(MemoryFit(0, 0), 2**20, 64, (64,), 64)
-    solver = Solver(Space(region, None), RankStepTime(curves, (0.0, 0.0), (0.0, 0.0), 0.0, adds_up=False))
-    proposer = Proposer(solver)
-    trials = [
-        Trial(number, c.gpu0_bsz, c.batch_size, 1, solver.split_of(c), 10.0) for number, c in enumerate(proposer.first)
-    ]
-    monkeypatch.setattr(Solver, "answers", lambda _self: [])
-    proposer(trials)
-
-
-def test_it_is_refitted_to_steps_that_all_ranks_ran() -> None:
-    curves = TimeCurve(((1, 1.0), (11, 11.0))), TimeCurve(((1, 2.0), (11, 22.0)))
-    guess = RankStepTime(curves, (0.0, 1.0), (0.0, 0.0), 0.5, adds_up=False)
-    truth = replace(guess, copies_s=(0.0, 4.0), contention=1.5)
-    measured = [([split], truth.seconds([split])) for split in ((4, 2), (8, 1), (2, 6), (10, 5))]
-    fitted = guess.refitted(measured)
-    assert isinstance(fitted, RankStepTime)
-    for splits, seconds in measured:
-        assert fitted.seconds(splits) == pytest.approx(seconds, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("locals_", "expected"),
-    [([0, 1, 2, 3], None), ([0, 1, 0, 1], [2, 2]), ([0, 0, 1, 2], [1, 3]), ([None, None], None)],
-)
-def test_machines_are_told_apart_by_their_first_ranks(locals_: list[int | None], expected: list[int] | None) -> None:
-    machine = machine_of(parse_devices("cpu:1MiB"))
-    whole = jobs._machine_of_all([machine] * len(locals_), locals_)
-    assert whole.get("ranks_per_machine") == expected
-    assert whole["devices"] == [{**machine["devices"][0], "count": len(locals_)}]
-
-
-@pytest.mark.parametrize(
-    ("place", "spec", "index"),
-    [
-        (Place(1, 2, 1, 2), "cpu:1MiB,cpu:2MiB", 1),
-        (Place(3, 4, 1, 2), "cpu:1MiB,cpu:2MiB", 1),
-        (Place(1, 2, 0, 1), "cpu", 0),
-        (Place(1, 2), "cpu:1MiB,cpu:2MiB", 1),
-    ],
-)
-def test_each_rank_has_its_machines_device(place: Place, spec: str, index: int) -> None:
-    assert jobs._own_device(parse_devices(spec), place) == index
-
-
 class TestOwnPart:
     """A context takes up to a GiB. Eight ranks that examined eight GPUs left seven foreign contexts on each."""
 

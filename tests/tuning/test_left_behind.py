@@ -669,14 +669,6 @@ def phases_of(kind: str, *quick: str) -> list[Any]:
     ]
 
 
-def in_turn() -> list[Any]:
-    """Return every phase with one of the errors, in turn."""
-    return [
-        pytest.param(phase, ERRORS[index % 2], id=f"{name}-{ERRORS[index % 2].__name__}")
-        for index, (name, phase) in enumerate(PHASES.items())
-    ]
-
-
 def half_of_all(quick: dict[str, tuple[str, ...]]) -> list[Any]:
     """Return half of all disturbed tunings: every phase, with all pairs of values of kind, devices and error.
 
@@ -712,12 +704,6 @@ class TestDisturbedProbes:
     @pytest.mark.parametrize(("phase", "error"), phases_of("borrowed", "copying the optimizer", "a backward"))
     def test_of_a_model_that_cannot_be_copied(self, phase, error, books):
         check_phase("borrowed", phase, error, "", books)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("phase", "error"), in_turn())
-    def test_of_a_compiled_model(self, phase, error, books):
-        """After an error, a compiled model takes the code path of a copied model, which is tested with both errors."""
-        check_phase("compiled", phase, error, "", books)
 
 
 @pytest.mark.parametrize(

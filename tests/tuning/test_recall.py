@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ from autosplit.probe import request
 from autosplit.probe.gradient_check import not_checked
 from autosplit.profiles import key
 from autosplit.profiles import store as profiles
-from autosplit.profiles.key import ProfileKey, machine_of
+from autosplit.profiles.key import ProfileKey
 from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.profiles.store import NOT_SAVED
 from autosplit.runtime import prepare as staging
@@ -53,7 +52,6 @@ from autosplit.workload.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
 
-MIB = 2**20
 OPTIONS: dict[str, Any] = {"effective_batch_size": 16, "max_batch_size": 16, "n_trials": 1}
 SIM: dict[str, Any] = {"devices": "sim:1xRTX3090", **OPTIONS}
 
@@ -322,13 +320,6 @@ def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_f
     )  # the worst seen was 0.8, for small steps, which fits predict badly
 
 
-def test_nothing_fits_by_the_fits(monkeypatch):
-    plan = tune(bias(), **SIM, profile="off")
-    assert solved_again(plan, Lack((1,), 0, 1)) is None
-    assert solved_again(replace(plan, fit=None), Lack((2**40,), 0, 1)) is None
-    assert solved_again(replace(plan, accumulates=False), Lack((1,), 0, 1)) is None
-
-
 def test_a_smaller_plan_leaves_room_for_what_its_line_misses():
     """A linear fit gave 60 samples 448256 of 448265 bytes. The step took 448512, and everything was tuned again."""
     plan = tune(bias(), devices="sim:2xRTX3090", effective_batch_size=64, strategy="ddp", profile="off")
@@ -347,26 +338,6 @@ def test_a_peak_is_no_less_than_what_fewer_samples_were_seen_to_take():
 
 
 # -------------------------------------------------------------------------------------------------------------- misses
-
-
-def test_the_log_of_a_miss_names_what_differs(monkeypatch, caplog):
-    caplog.set_level(logging.INFO, logger="autosplit")
-    tune(bias(), **SIM)
-    tune(bias(), **{**SIM, "effective_batch_size": 8})
-    assert any(said.endswith(", differs in request: effective_batch_size") for said in caplog.messages)
-    caplog.clear()
-    real = machine_of
-    monkeypatch.setattr(tuning, "machine_of", lambda found: {**real(found), "torch": "99.0"})
-    tune(bias(), **{**SIM, "effective_batch_size": 8})
-    assert any(said.endswith(", differs in machine: torch") for said in caplog.messages)
-
-
-@pytest.mark.parametrize("profile", ["refresh", "off"])
-def test_a_run_that_looks_for_no_profile_compares_none(profile, caplog):
-    caplog.set_level(logging.INFO, logger="autosplit")
-    tune(bias(), **SIM)
-    tune(bias(), **{**SIM, "effective_batch_size": 8}, profile=profile)
-    assert not any("no profile matches" in said for said in caplog.messages)
 
 
 def test_a_plan_of_another_request_under_a_key_is_foreign():
