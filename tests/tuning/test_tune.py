@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 import re
 import textwrap
 import types
@@ -20,7 +19,7 @@ from noted import kinds
 from raised import raises
 from torch import nn
 from torch.nn import functional as F
-from workloads import Uncopyable, char_gpt, mlp, net, net_batch, small, with_loss
+from workloads import char_gpt, mlp, net, net_batch, small, with_loss
 
 import autosplit
 from autosplit.errors import ArgumentError, AutosplitError, DeviceError, InputError, UserCodeError, WorkloadError
@@ -339,109 +338,7 @@ class TestBudgets:
 # --------------------------------------------------------------------------------------------------- state guard
 
 
-def tensors_as_they_are(module: nn.Module) -> dict:
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {
-        name: [
-            (id(t), t.data_ptr(), t.requires_grad, str(t.device)),
-            t.detach().clone(),
-            None if t.grad is None else (id(t.grad), t.grad.clone()),
-        ]
-        for name, t in named
-    }
-
-
-def flags_as_they_are(module: nn.Module) -> list:
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
-    return [(name, part.training, *(len(getattr(part, h)) for h in hooks)) for name, part in module.named_modules()]
-
-
-def same(one, other) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
-class Live:
-    """A model in the middle of its training, with everything that must not change."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
-        for _ in range(3):
-            inputs, targets = net_batch()
-            F.cross_entropy(model(inputs), targets).backward()
-            self.optimizer.step()
-            self.scheduler.step()  # keep the last gradients, like an accumulated step
-        modules = list(model.modules())
-        modules[-1].eval()
-        modules[-1].bias.requires_grad_(False)
-        modules[-1].register_forward_hook(lambda *_: None)
-        self.workload = small(model, optimizer=self.optimizer)
-        self.before = self.state()
-
-    def state(self) -> tuple:
-        import numpy as np
-
-        return (
-            tensors_as_they_are(self.model),
-            flags_as_they_are(self.model),
-            copy.deepcopy(self.optimizer.state_dict()),
-            copy.deepcopy(self.scheduler.state_dict()),
-            torch.get_rng_state(),
-            random.getstate(),
-            [part.tolist() if hasattr(part, "tolist") else part for part in np.random.get_state()],  # noqa: NPY002,
-        )
-
-    def check(self) -> None:
-        names = ("tensors", "flags", "optimizer", "scheduler", "torch's generator", "python's", "numpy's")
-        after = self.state()
-        assert [name for name, a, b in zip(names, self.before, after, strict=True) if not same(a, b)] == []
-
-
-class Trap:
-    """Makes a model raise in a stage of the tuning, or at a call. Copies of the model share it."""
-
-    def __init__(self) -> None:
-        self.calls, self.stage = 0, "tracing"
-        self.raises: dict = {}
-
-    def __deepcopy__(self, memo) -> Trap:
-        return self
-
-    def spring(self) -> None:
-        self.calls += 1
-        error = self.raises.get(self.stage) or self.raises.get(self.calls)
-        if error is not None:
-            raise error
-
-    def watch(self, progress) -> None:
-        self.stage = progress.stage
-
-
-class Trapped(nn.Module):
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.trap = Trap()
-        self.body = body
-
-    def forward(self, x):
-        self.trap.spring()
-        return self.body(x)
-
-
 DEVICES = ("cpu", "cpu:1MiB,cpu:1MiB", "sim:2xRTX3090")
-MODELS = {"copied": net, "borrowed": Uncopyable}
-
-
-@pytest.fixture(params=["copied", slow("borrowed")])
-def live(request) -> Live:
-    return Live(Trapped(MODELS[request.param]()))
 
 
 class TestInterrupted:
