@@ -10,7 +10,6 @@ import copy
 import gc
 import re
 import weakref
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from events import until
 from gpus import CARDS, KIND, card
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
-from torch.nn import functional as F
 
 from autosplit.oom import OutOfMemoryError
 from autosplit.parallel.balanced import BalancedDataParallel
@@ -93,23 +91,6 @@ class TestGradients:
         outputs = wrap(module, *split)(inputs)
         torch.testing.assert_close(outputs, plain)
         loss_of(outputs).backward()
-        assert_same_gradients(module, reference, TOLERANCE)
-
-    @pytest.mark.parametrize("split", SPLITS, ids=str)
-    def test_of_a_loss_made_in_the_module(self, split):
-        class WithLoss(nn.Linear):
-            def forward(self, x, target):
-                return F.cross_entropy(super().forward(x), target)
-
-        module = WithLoss(5, 3, dtype=torch.double, device=HOME)
-        reference = copy.deepcopy(module)
-        inputs, target = torch.randn(BATCH, 5, dtype=torch.double), torch.randint(0, 3, (BATCH,))
-        plain = reference(inputs.to(HOME), target.to(HOME))
-        plain.backward()
-        loss = wrap(module, *split)(inputs, target)
-        assert (loss.shape, loss.device, loss.dtype) == ((), HOME, torch.double)
-        torch.testing.assert_close(loss, plain)
-        loss.backward()
         assert_same_gradients(module, reference, TOLERANCE)
 
     @pytest.mark.parametrize("where", ["cpu", CARDS[0], CARDS[1]])
@@ -211,21 +192,6 @@ class TestDevices:
         wrapped = BalancedDataParallel(2, nn.Linear(5, 3), list(CARDS)).to(card(CARDS[0]))
         inputs = torch.randn(BATCH, 5)
         torch.testing.assert_close(wrapped(inputs), wrapped.module(inputs.to(HOME)))
-
-    def test_each_chunk_is_on_its_device_down_to_the_last_tensor(self):
-        seen = []
-
-        class Looks(nn.Linear):
-            def forward(self, tree, *, mask):
-                parts = (tree["x"], tree["deep"][0], tree["deep"][1]["y"], mask, self.weight)
-                seen.append((len(tree["x"]), type(tree), {part.device for part in parts}))
-                return super().forward(tree["x"])
-
-        x, mask = torch.zeros(BATCH, 3), torch.zeros(BATCH, 4)
-        wrap(Looks(3, 2).to(HOME), 2, 6)(OrderedDict(x=x, deep=(x, {"y": x})), mask=mask)
-        assert sorted(seen, key=lambda it: it[0]) == [
-            (size, OrderedDict, {card(index)}) for size, index in zip((2, 6), CARDS, strict=True)
-        ]
 
 
 class Both(nn.Module):

@@ -113,17 +113,6 @@ class TestCaches:
         assert whole.layers[0]._sliding_window_tensor.item() == 4
         assert whole.layers[0].keys.shape == (4, 2, 3, 4)
 
-    def test_encoder_and_decoder(self, caches):
-        parts = [
-            caches.EncoderDecoderCache(
-                filled(caches.DynamicCache(), size), filled(caches.DynamicCache(), size, length=7)
-            )
-            for size in (1, 3)
-        ]
-        whole = joined(*parts)
-        assert whole.is_updated == {0: True, 1: True}
-        assert whole.cross_attention_cache.layers[1].keys.shape == (4, 2, 7, 4)
-
     def test_other_lengths_are_refused(self, caches):
         with raises(WorkloadError, "shapes"):
             joined(filled(caches.DynamicCache(), 1), filled(caches.DynamicCache(), 3, length=4))

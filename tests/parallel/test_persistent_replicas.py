@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 from collections import Counter
 from contextlib import nullcontext
@@ -156,18 +155,6 @@ class TestGradients:
         reference.zero_grad()
         mean_loss(reference(torch.cat(batches))).backward()
         assert_same_gradients(module, reference)
-
-    def test_a_penalty_on_the_parameters_between(self):
-        """An added gradient must not count as a cleared gradient."""
-        first, second = batches_of(16, 16)
-
-        def train(model, module, within):
-            with within():
-                mean_loss(model(first)).backward()
-                sum(parameter.square().sum() for parameter in module.parameters()).backward()
-            mean_loss(model(second)).backward()
-
-        assert_as_plain(train, (0, 8, 8))
 
     @pytest.mark.parametrize("split", [(4, 6, 6), (0, 8, 8)], ids=str)
     def test_batch_norm_moves_in_every_micro_step(self, split):
@@ -397,18 +384,6 @@ class TestCopies:
             with torch.no_grad():
                 wrapped(inputs)
             assert tracker.live_bytes[1:] == before
-
-    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
-    def test_a_copy_of_the_wrapper_waits_for_nothing(self, duplicate):
-        module = mlp()
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            with wrapped.no_sync():
-                mean_loss(wrapped(batches_of(16)[0])).backward()
-            twin = duplicate(wrapped)
-        assert twin._kept is None
-        assert not wrapped._kept.waiting  # its gradients were reduced before the copy
-        assert module[0].weight.grad is not None
 
 
 class TestTwoForwards:

@@ -191,13 +191,6 @@ class TestOffTheTrace:
         prober = Prober(StandIn(tracer, [capacity_for(tracer, 300)]), tracer, 4096)
         assert prober.line(lambda n: 10_000 - 64 * n, 8) == (10_000 - 64 * 8, 0)
 
-    def test_the_points_say_what_ran(self, tracer):
-        found = ceiling_of(Prober(StandIn(tracer, [capacity_for(tracer, 300)]), tracer, 4096), 0, "primary")
-        ran = {n: nbytes for n, nbytes, real in found.points if real}
-        assert ran[found.batch_size] == found.peak_bytes
-        assert len(ran) == found.steps - 1, "the optimizer's state appeared in one more"
-        assert [n for n, _, _ in found.points] == sorted(n for n, _, _ in found.points)
-
 
 class TestKernelLimits:
     """2^31 elements in a tensor are another kind of ceiling."""

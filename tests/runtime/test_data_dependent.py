@@ -326,31 +326,3 @@ class TestGroupedProducts:
             groups = None if offsets is None else torch.empty(offsets, dtype=torch.int32)
             found = torch._grouped_mm(left, right, offs=groups)
             assert (tuple(found.shape), found.dtype, tracker.device_of(found)) == (shape, dtype, 0)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("implementation", ["grouped_mm", for_release("eager")])
-    def test_of_a_mixtral_in_float32(self, implementation):
-        transformers = pytest.importorskip("transformers", minversion="5.0")
-        config = transformers.MixtralConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            vocab_size=64,
-            num_local_experts=4,
-            experts_implementation=implementation,
-        )
-        ids = torch.randint(0, 64, (2, 16))
-        described = Workload(
-            transformers.MixtralForCausalLM(config),
-            {"input_ids": ids, "labels": ids},
-            compute_loss=lambda model, batch: model(**batch).loss,
-            optimizer=torch.optim.AdamW,
-        )
-        assert make_tracer(described, like_gpu=True)[1] is None
-        tracer = replaying(described) if implementation == "eager" else Tracer(described, fake=True, like_gpu=False)
-        real = Tracer(described, fake=False, like_gpu=False)
-        for samples in (2, 9):
-            (fake_bytes,), (real_bytes,) = peaks(tracer, samples), peaks(real, samples)
-            assert 0.98 * real_bytes <= fake_bytes <= 1.05 * real_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -181,20 +180,6 @@ class TestSums:
             100_000: 264 * 2**19,
         }
 
-    @pytest.mark.parametrize(
-        ("values", "over"),
-        [
-            (meta(64, 1024), (1,)),  # along memory
-            (meta(64, 256, 1024), (0,)),  # two dimensions are left
-            (meta(64, 1024).t(), (0,)),
-            (meta(64, 32, 8, 8), (0, 2, 3)),  # channels are not last in memory
-            (meta(64, 4), (0,)),  # never 1 MiB
-            (meta(64, 1024), (0, 1)),
-        ],
-    )
-    def test_other_sums_take_next_to_nothing(self, values, over):
-        assert summed(values, over) == ()
-
     def test_a_convolution_sums_the_gradient_of_its_bias(self):
         grad = meta(8, 64, 32, 32).to(memory_format=torch.channels_last)
         made = [
@@ -255,21 +240,6 @@ class TestTracker:
             assert seen.peak_bytes[0] == before + rounded(made.nbytes) + rounded(scores.nbytes)
             assert [one.nbytes for one in seen.entries()[-2:]] == [scores.nbytes, -scores.nbytes]
             assert seen.peak_account(0) == {"activations": seen.peak_bytes[0]}
-
-    def test_blocks_are_charged_within_their_limits_and_entered_whole(self):
-        for rows in (1000, 200_000):
-            values = torch.zeros(rows, 128)
-            with tracker() as seen:
-                seen.adopt(values, 0)
-                made = values.sum(0)
-                (block,) = summed(values)
-                assert block.limited_bytes < block.nbytes
-                assert seen.peak_bytes[0] == seen.live_bytes[0] + block.limited_bytes
-                assert made.shape == (128,)
-                assert [(one.nbytes, one.limits) for one in seen.entries()[-2:]] == [
-                    (block.nbytes, block.limits),
-                    (-block.nbytes, block.limits),
-                ]
 
     def test_a_block_that_does_not_fit_raises_and_is_gone(self):
         scores = torch.rand(8, 64)
@@ -347,12 +317,3 @@ class TestTraces:
         predicted = AffineTraces(traced(perceptron(512, 2), H100))
         assert traced_parts(predicted, shape) == traced_parts(traced(perceptron(512, 2), H100), shape)
         assert not predicted.given_up
-
-    def test_later_steps_count_them_again_and_settle(self):
-        tracer = traced(perceptron(64), H100)
-        first = tracer.trace(StepShape(((8,),)))
-        assert tracer.runs <= 2, "workspaces are no growth of what a step leaves"
-        assert not tracer.trainee.left
-        again = tracer.trace(replace(StepShape(((8,),)), accumulates=True))
-        for trace in (first, again):
-            assert [one.nbytes for one in trace.entries[:2]] == [WORKSPACE] * 2

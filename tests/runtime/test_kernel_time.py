@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autosplit.devices.catalog import find_card
 from autosplit.runtime.kernel_time import host_seconds, kernel_rates
-from autosplit.runtime.op_cost import OpCost, Work, op_cost
+from autosplit.runtime.op_cost import OpCost, Work
 
 A100 = find_card("A100-40GB")
 
@@ -54,22 +53,6 @@ def test_products_of_a_card_of_70_watts_run_faster_beside_kernels_that_draw_less
     assert step_s(100) == pytest.approx(alone_s * card.sustained["float32"] + 100 * moved_s)  # the full clock
     steady = replace(card, memory_power=1.0)
     assert Work.of(0, [large, moved]).seconds(steady) == pytest.approx(alone_s + moved_s)
-
-
-def test_a_softmax_of_long_rows_reads_them_again():
-    aten = torch.ops.aten
-
-    def costs(row: int) -> list[OpCost]:
-        values = torch.empty(2**30 // row, row, device="meta")
-        calls = (
-            (aten._softmax.default, -1, False),
-            (aten._log_softmax_backward_data.default, values, 1, torch.float32),
-        )
-        return [op_cost(func, (values, *rest), {}, values)[0] for func, *rest in calls]
-
-    for short, long in zip(costs(1024), costs(2048), strict=True):
-        assert long.nbytes == short.nbytes
-        assert long.seconds(A100) == pytest.approx(kernel_rates().long_row * short.seconds(A100), rel=1e-3)
 
 
 def test_one_interpreter_starts_the_forwards_of_all_replicas():

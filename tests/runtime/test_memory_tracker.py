@@ -129,19 +129,6 @@ class TestCounting:
             gc.collect()
             assert tracker.live_bytes[0] == before
 
-    def test_sparse_gradients_are_followed_and_freed(self):
-        module = nn.Embedding(50, 64, sparse=True)
-        with follow(2) as tracker:
-            adopt_module(tracker, module, 0)
-            before = list(tracker.live_bytes)
-            wrapped = BalancedDataParallel(None, module, ["cpu"] * 2, split=(2, 6))
-            wrapped(torch.randint(0, 50, (8, 4))).sum().backward()
-            assert module.weight.grad.is_sparse
-            assert tracker.device_of(module.weight.grad) == 0
-            assert tracker.live_bytes[0] > before[0]
-            module.zero_grad(set_to_none=True)
-            assert tracker.live_bytes == before
-
 
 class TestProvisional:
     def test_charged_when_it_meets_a_placed_tensor(self):
@@ -321,13 +308,6 @@ class TestOutOfMemory:
             del caught
             gc.collect()
             assert tracker.live_bytes == [0, 0]
-
-    def test_in_a_backward(self):
-        with follow(1, 4000) as tracker:
-            tensor = placed(tracker, 256, requires_grad=True)
-            loss = (tensor * tensor).sum()
-            with pytest.raises(OutOfMemoryError):
-                loss.backward()
 
 
 @pytest.fixture(params=[True, False], ids=["onednn", "native"])

@@ -149,16 +149,6 @@ class TestTime:
         assert found[0] == found[1] == runtime(fresh, "sim:2xRTX3090").measure(shape)
         assert found[0].error_s == 0
 
-    @pytest.mark.parametrize("name", WORKLOADS)
-    def test_a_faster_card_is_faster(self, name, tracers):
-        shape = StepShape(((256,),))
-        seconds = [
-            runtime(tracers(name), f"sim:1x{card}").measure(shape).seconds
-            for card in ("H100-80GB", "RTX3090", "GTX1080Ti")
-        ]
-        assert seconds == sorted(seconds)
-        assert seconds[0] < seconds[1]
-
     def test_small_kernels_wait_for_the_host(self):
         machine = runtime(make_tracer(cnn(), like_gpu=True)[0], "sim:2xH100-80GB")
         small, double = (machine.measure(StepShape(((n, 0),))).seconds for n in (2, 4))
@@ -251,13 +241,6 @@ class TestParts:
         views = traced_parts(tracer, StepShape(((8,),), "rank", 4))[0].gradients_bytes
         assert views == pytest.approx(own_bytes, rel=0.05)
 
-    def test_outputs_are_gathered_on_the_first_alone(self):
-        tracer, reason = make_tracer(gathered(), like_gpu=True)
-        assert reason is None
-        first, second, third = traced_parts(tracer, StepShape(((2, 30, 30),)))
-        assert first.gathered_bytes == rounded(62 * 5000 * 4)
-        assert second.gathered_bytes == third.gathered_bytes == 0
-
 
 class TestRealTensors:
     def test_what_can_not_be_faked_is_followed_for_real(self):
@@ -273,21 +256,6 @@ class TestRealTensors:
         said = r"own sample batch \(4 samples along dimension 0 of shapes \(4, 8\)\) raised RuntimeError: mat1 and mat2"
         with pytest.raises(UserCodeError, match=said):
             make_tracer(Workload(nn.Linear(3, 3), torch.rand(4, 8)), like_gpu=True)
-
-
-@pytest.mark.slow
-def test_seven_billion_parameters_without_their_memory():
-    def model() -> nn.Module:
-        layers = [nn.TransformerEncoderLayer(4096, 32, 16384, batch_first=True) for _ in range(34)]
-        return nn.Sequential(*layers, nn.Linear(4096, 4096))
-
-    workload = Workload(model, torch.zeros(1, 128, 1).expand(1, 128, 4096))
-    tracer, reason = make_tracer(workload, like_gpu=True)
-    assert reason is None
-    (peak_bytes,) = traced_peaks(tracer, StepShape(((1,),)))
-    parameters = sum(p.numel() for p in tracer.trainee.models.given.parameters())
-    assert parameters > 6.5e9
-    assert peak_bytes > 16 * parameters
 
 
 def test_questions_about_tensors_cost_no_time():

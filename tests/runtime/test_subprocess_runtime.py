@@ -71,34 +71,6 @@ def test_it_measures_what_is_measured_here_and_goes_on_after_a_death(start):
 
 
 @pytest.mark.slow
-def test_errors_arrive_as_what_they_are(start, capfd):
-    runtime = start(partial(deadly, "raise", 100))
-    with pytest.raises(UserCodeError, match="the workload raised ZeroDivisionError: boom; fix it") as raised:
-        runtime.peaks(rank(100))
-    assert isinstance(raised.value.__cause__, ZeroDivisionError)
-    assert [frame.rpartition(": ")[2] for frame in raised.value.frames] == [
-        "_meet(self.end)",
-        'raise ZeroDivisionError("boom")',
-    ]
-    small_runtime = StepShape(((99,),))
-    assert runtime.peaks(small_runtime)[0] <= CAPACITIES[0]
-    with ExitStack() as closing:
-        tight = isolated_runtime(partial(deadly, "garbage", 2), CPU, (60_000,), closing)
-        with pytest.raises(OutOfMemoryError) as ran_out:
-            tight.peaks(rank(1000))
-        error = ran_out.value
-        assert type(error) is OutOfMemoryError
-        assert (error.device, error.device_index, error.capacity_bytes) == ("cpu:0", 0, 60_000)
-        assert error.requested_bytes > 0
-        assert error.live_bytes > 0
-        assert tight.peaks(rank(2))[0] > 0  # and its printed text is no answer
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert "garbage" in err
-    assert runtime.notes == tight.notes == ()
-
-
-@pytest.mark.slow
 def test_a_death_before_the_first_step_is_no_lack_of_memory(start):
     with raises(AutosplitError) as told:
         start(dead_on_arrival).peaks(rank(4))

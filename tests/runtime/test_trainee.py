@@ -157,15 +157,6 @@ class TestNothingIsTouched:
             run(training_copy(given, mode=mode), (2, 4))
         assert same(before, snapshot(model, [optimizer]))
 
-    def test_by_evaluation(self, mode):
-        model, optimizer = live("adamw")
-        before = snapshot(model, [optimizer])
-        with kept_rng():
-            trainee = training_copy(workload(model, optimizer=optimizer), mode=mode)
-            run_placed(trainee, StepShape(((4,),), "eval"), Tracker(["one"], [None]), lambda phase: None)
-        assert same(before, snapshot(model, [optimizer]))
-        assert trainee.models.given.training
-
     def test_by_a_tracer(self):
         """An AdamW in the middle of its training could not be faked, because its step counts lost their values."""
         model, optimizer = live("scheduled")
@@ -210,15 +201,6 @@ class TestTwins:
         optimizer.step()
         for ours, theirs in zip(trainee.models.given.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs)
-
-    def test_keeps_options_state_and_attributes(self):
-        model, optimizer = live("custom")
-        twin = training_copy(workload(model, optimizer=optimizer)).optimizers.given
-        assert type(twin) is Custom
-        assert (twin.momentum, twin.counts, twin.defaults["lr"]) == (0.5, {"steps": 1}, 0.1)
-        assert twin.counts is not optimizer.counts
-        assert twin.model is not model
-        assert {id(p) for p in twin.param_groups[0]["params"]} == {id(p) for p in twin.model.parameters()}
 
     def test_nested_state_is_charged(self):
         """Only tensors at the top level of a parameter's state became fake and counted."""
@@ -316,11 +298,6 @@ class TestCustomSteps:
         run(trainee, (2, 2))
         assert trainee.optimizers.given._params[0] is trainee.models.given.weight
         assert same(before, snapshot(model, [optimizer]))
-
-    def test_has_no_forward_of_its_own(self):
-        trainee = training_copy(self.gan())
-        with raises(WorkloadError):
-            trainee.evaluate(trainee.models, trainee.batch(2))
 
 
 class TestEvaluation:

@@ -578,21 +578,6 @@ def test_what_happens_to_a_rank_is_said_once_with_its_exit_code(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["nowhere.py", *OPTIONS], 2, "nowhere.py does not exist"),
-        (["work.py", *OPTIONS[:2], "--devices", "cpu:400KiB,cpu:1KiB"], 3, "rank 1 failed: "),
-    ],
-)
-def test_errors_of_all_are_said_once(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
-    done = run_cli(tmp_path, "autosplit", "tune", *arguments)
-    assert done.returncode == code, done.stderr
-    assert done.stderr.count("error: ") == 1, done.stderr
-    assert said in done.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process that its parent was killed")
 def test_nothing_is_left_where_the_command_is_killed(tmp_path: Path) -> None:
     """Its ranks kept running, and a blocked rank stayed forever."""
@@ -724,17 +709,6 @@ class TestOwnPart:
         check_before_running({"devices": "cuda:0,1"}, None)
         assert isolates(None, "cuda")
         assert [*usable_here()] == []
-
-
-def test_two_signals_of_one_keypress_are_one() -> None:
-    interrupts = Interrupts()
-    with interrupts.noted():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)  # torchrun passes it on
-        assert interrupts.came
-        interrupts._at_s -= 5
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
 
 
 class TestUsableHere:

@@ -331,12 +331,6 @@ def test_a_smaller_plan_leaves_room_for_what_its_line_misses():
     assert {rank.ceiling.batch_size for rank in again.ddp.ranks} == {59}
 
 
-def test_a_peak_is_no_less_than_what_fewer_samples_were_seen_to_take():
-    ceiling = Ceiling("sim:0", "rank", 8, "memory", -100, 50, 300, 310, points=((2, 200, False), (4, 210, False)))
-    assert [ceiling.bytes_at(n) for n in (1, 2, 4, 6, 8)] == [0, 200, 210, 210, 300]
-    assert [ceiling.most_within(capacity, 8) for capacity in (310, 299, 209, 199)] == [8, 7, 3, 1]
-
-
 # -------------------------------------------------------------------------------------------------------------- misses
 
 
@@ -466,14 +460,6 @@ def test_without_a_home_no_folder_is_made_in_this_one(monkeypatch, tmp_path):
     assert plan.notes[-1].kind == NOT_SAVED
     assert "AUTOSPLIT_CACHE_DIR is None and the home directory is unknown" in plan.notes[-1].text
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_relative_folder_is_one_of_this_folder(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", "here")
-    assert profiles.profiles_folder() == tmp_path / "here" / "profiles"
-    tune(bias(), **SIM)
-    assert tune(bias(), **SIM).notes[0].kind == "from-profile"
 
 
 def test_the_command_line_says_it_in_one_line(cache_dir, tmp_path, capsys, monkeypatch):
