@@ -219,22 +219,6 @@ def tensor_draw():
     return torch.rand([])
 
 
-def number_draw():
-    return torch.rand(1).item()
-
-
-def in_place_draw():
-    return torch.empty(1).uniform_(0, 1).item()
-
-
-def signed_draw():
-    return (torch.empty(()).uniform_(-1, 1) + 1) / 2
-
-
-def coin():
-    return torch.bernoulli(torch.tensor(0.7))
-
-
 def python_draw():
     return random.random()
 
@@ -244,10 +228,6 @@ def python_draw():
     [
         (tensor_draw, True),
         slow(python_draw, False),
-        for_release(tensor_draw, False),
-        for_release(python_draw, True),
-        *(for_release(number_draw, low) for low in (True, False)),
-        *(for_release(draw, True) for draw in (in_place_draw, signed_draw, coin)),
     ],
 )
 def test_layers_that_are_left_out_at_random_count(draw, low, counted):

@@ -48,11 +48,8 @@ GPUS = [torch.device("cuda", 2), torch.device("cuda", 0)]
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of"), 1),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 2 has a total capacity of"), 0),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of"), None),
         (RuntimeError("CUDA error: out of memory"), None),
-        (OutOfMemoryError("full", device="cuda:0"), 1),
         (OutOfMemoryError("full on GPU 0", device="cuda:7"), None),
-        (OutOfMemoryError("GPU 2 is full"), 0),
     ],
 )
 def test_the_gpu_that_is_full_is_found_in_the_message(error, position):

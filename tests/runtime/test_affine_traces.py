@@ -92,24 +92,15 @@ def test_a_last_share_of_one_that_spares_much_is_followed():
     assert told.measure(shape).seconds == pytest.approx(followed.measure(shape).seconds, rel=0.01)
 
 
-def llama() -> Workload:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2))
-    tokens = torch.zeros(4, 512, dtype=torch.long)
-    return Workload(model, {"input_ids": tokens, "labels": tokens})
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", [ALL["lstm"], for_release(llama)])
-def test_one_sample_beside_others_is_not_followed_where_alone_it_holds_and_takes_what_others_say(workload):
+def test_one_sample_beside_others_is_not_followed_where_alone_it_holds_and_takes_what_others_say():
     """A tuning of 7 billion parameters on 64 GPUs traced two more steps, to check whether one sample fits next to
     others.
 
     Copies that a single sample does not need took 4 KiB of 400 MiB at a replica's peak, and none at the other peaks.
     """
     devices = parse_devices("sim:3xH100-80GB")
-    (tracer, _), (full, _) = (make_tracer(workload(), like_gpu=True) for _ in range(2))
+    (tracer, _), (full, _) = (make_tracer(ALL["lstm"](), like_gpu=True) for _ in range(2))
     traces = AffineTraces(tracer)
     told, followed = (SimulatedRuntime(devices, (2**60,) * 3, source) for source in (traces, full))
     traces.trace(StepShape(((1,),)))
@@ -183,27 +174,15 @@ class Halving(nn.Module):
         return outputs + outputs.topk(len(x) // 2).values.sum()
 
 
-class InPieces(nn.Module):
-    """Uses forty samples at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 1))
-
-    def forward(self, x):
-        return torch.cat([self.layers(part) for part in x.split(40)]).flatten()
-
-
 ODD = {
     "a loss over the batch": lambda: Workload(
         Contrasting(), (torch.randn(16, 16), torch.zeros(16)), loss_fn=contrast, loss_scope="batch"
     ),
     "half of the samples": lambda: Workload(Halving(), (torch.randn(9, 16), torch.randn(9)), loss_fn=F.mse_loss),
-    "in pieces": lambda: Workload(InPieces(), (torch.randn(8, 16), torch.randn(8)), loss_fn=F.mse_loss),
 }
 
 
-@pytest.mark.parametrize("name", [for_release(name) if name == "in pieces" else name for name in ODD])
+@pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("devices", ["sim:L4", for_release("sim:2xL4")])
 def test_a_plan_for_what_follows_no_line_is_that_of_its_own_step(name, devices):
     """A linear fit predicted a twentieth of the memory of a loss over all pairs on two GPUs."""

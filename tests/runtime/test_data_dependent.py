@@ -68,12 +68,6 @@ def ctc_of_padded(model, batch):
     return F.ctc_loss(log_probs, labels.clamp(0), torch.full((len(x),), LENGTH), (labels >= 0).sum(-1))
 
 
-def ctc_of_python_lengths(model, batch):
-    x, labels = batch
-    log_probs = model(x).log_softmax(-1).transpose(0, 1)
-    return F.ctc_loss(log_probs, labels.clamp(0), [LENGTH] * len(x), [3] * len(x))
-
-
 def masked_positions(x):
     return (torch.arange(LENGTH) % 3 == 0).expand(len(x), LENGTH)
 
@@ -82,14 +76,7 @@ def masked_head(model, batch):
     return model(batch[0]).pow(2).mean()
 
 
-def masked_places(model, batch):
-    return model(batch[0]).pow(2).mean()
-
-
-SELECTIONS = {
-    masked_head: masked_positions,
-    masked_places: lambda x: torch.nonzero(masked_positions(x), as_tuple=True),
-}
+SELECTIONS = {masked_head: masked_positions}
 """Rows that the head is applied to. Other losses use all rows."""
 
 
@@ -105,30 +92,9 @@ def repeated_rows(model, batch):
     return model(x.flatten(0, 1).repeat_interleave(counts, 0)[None]).pow(2).mean()
 
 
-def counted_labels(model, batch):
-    x, labels = batch
-    counts = torch.bincount(labels[0, :2].clamp(0))
-    return model(x).pow(2).mean() * counts.sum()
-
-
-def logged(model, batch):
-    loss = model(batch[0]).pow(2).mean()
-    assert loss.item() >= 0
-    return loss
-
-
 def guarded(model, batch):
     loss = model(batch[0]).pow(2).mean()
     return loss * 2 if loss > 1e9 else loss
-
-
-def matched(model, batch):
-    """As DETR's matcher: costs go to the CPU as numbers, and come back as indices."""
-    outputs = model(batch[0])
-    costs = outputs[..., :3].detach().cpu().tolist()
-    places = [[max(range(LENGTH), key=lambda query: cost[query][target]) for target in range(3)] for cost in costs]
-    chosen = outputs[torch.arange(len(outputs))[:, None], torch.tensor(places)]
-    return chosen.pow(2).mean() + outputs.mean()
 
 
 def matched_in_numpy(model, batch):
@@ -140,18 +106,13 @@ def matched_in_numpy(model, batch):
 LOSSES = {
     ctc_of_selected: "aten.masked_select",
     ctc_of_padded: "aten._ctc_loss",
-    ctc_of_python_lengths: "aten._ctc_loss",  # torch makes real tensors of the lists
     masked_head: "aten.nonzero",
-    masked_places: "aten.nonzero",
     unique_labels: "aten._unique2",
     repeated_rows: "aten.repeat_interleave",
-    counted_labels: "aten.bincount",
-    logged: "aten._local_scalar_dense",
     guarded: "aten._local_scalar_dense",
-    matched: "aten._local_scalar_dense",
     matched_in_numpy: ".numpy()",
 }
-BOUNDED = {loss: LOSSES[loss] for loss in (ctc_of_selected, ctc_of_padded, masked_head, masked_places, unique_labels)}
+BOUNDED = {loss: LOSSES[loss] for loss in (ctc_of_selected, ctc_of_padded, masked_head, unique_labels)}
 """Losses whose shapes give an upper bound."""
 
 

@@ -258,16 +258,6 @@ def test_what_a_process_set_of_torch_holds_in_the_other():
             lambda: torch.backends.cuda.enable_flash_sdp(True),
             lambda: not torch.backends.cuda.flash_sdp_enabled(),
         ),
-        (
-            lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
-            lambda: setattr(torch.backends.cudnn, "allow_tf32", True),
-            lambda: not torch.backends.cudnn.allow_tf32,
-        ),
-        (
-            lambda: setattr(torch.backends.cudnn, "benchmark", True),
-            lambda: setattr(torch.backends.cudnn, "benchmark", False),
-            lambda: torch.backends.cudnn.benchmark,
-        ),
         (lambda: torch.set_num_threads(2), lambda: torch.set_num_threads(1), lambda: torch.get_num_threads() == 2),
     ],
 )

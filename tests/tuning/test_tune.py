@@ -455,11 +455,7 @@ class TestProfiles:
         [
             {"effective_batch_size": 65},
             slow({"devices": "sim:2xRTX4090"}),
-            slow({"devices": "sim:3xRTX3090"}),
             slow({"precision": "bf16"}),
-            slow({"strategy": "ddp"}),
-            slow({"reserve": "1GiB"}),
-            slow({"max_batch_size": 32}),
             slow({"name": "another"}),
             slow({"model": "wider"}),
         ],
@@ -719,12 +715,8 @@ BAD = {
     "unknown device": (DeviceError, "RTX3091", lambda: quick(small(), "sim:RTX3091")),
     "factory of another thing": (WorkloadError, "returned a int", lambda: quick(lambda: 3, SIM)),
     "factory raises": (UserCodeError, "no such data", lambda: quick(raising_factory, SIM)),
-    "factory raises on cpu": (UserCodeError, "no such data", lambda: quick(raising_factory, "cpu")),
     "model fails": (UserCodeError, "raised", lambda: quick(small(Failing()), SIM)),
-    "model fails on cpu": (UserCodeError, "raised", lambda: quick(small(Failing()), "cpu:1MiB")),
     "does not fit": (DoesNotFitError, "needs", lambda: quick(small(), "sim:RTX3090@3KiB")),
-    "does not fit a budget": (DoesNotFitError, "needs", lambda: quick(small(), "cpu:3KiB")),
-    "fits neither": (DoesNotFitError, "needs", lambda: quick(small(), "cpu:3KiB,cpu:3KiB")),
     "storage": (ArgumentError, "Use plan.trials", lambda: quick(small(), SIM, storage="sqlite:///study.db")),
 }
 
