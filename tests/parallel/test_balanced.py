@@ -167,18 +167,6 @@ NORM_SPLITS = [(4, 6, 6), (2, 2, 12), (0, 8, 8), (16, 0, 0), (0, 0, 16)]  # it n
 
 
 class TestBatchNorm:
-    @pytest.mark.parametrize("split", NORM_SPLITS, ids=str)
-    def test_moves_by_the_first_chunk_also_with_nothing_on_gpu0(self, split, run):
-        module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
-        by_hand, wrapped = copy.deepcopy(module), wrap(module, *split)
-        for _ in range(3):
-            inputs = torch.randn(BATCH, 4) + 2
-            with run():
-                loss_of(wrapped(inputs)).backward()
-            by_hand(inputs[: next(size for size in split if size)])
-        for ours, theirs in zip(module.buffers(), by_hand.buffers(), strict=True):
-            assert torch.equal(ours, theirs)
-
     def test_a_short_batch_is_split_so_that_no_device_has_a_single_sample(self):
         """A last batch of 2 on two devices was split (1, 1), which BatchNorm rejects. The epoch ended in an error."""
         wrapped = wrap(nn.BatchNorm1d(4), 2, 2)
@@ -361,19 +349,6 @@ class TestOutputs:
         assert joined(lambda x: torch.tensor(bool((x < 3).all())), 2, 2).item() is False
         assert joined(lambda x: bool((x < 9).all()), 2, 2) is True
 
-    @pytest.mark.parametrize(
-        ("function", "what"),
-        [
-            (lambda x: x if len(x) == 1 else [x], "types"),
-            (lambda x: [x] * (2 * len(x)), "lengths"),
-            (lambda x: f"chunk of {len(x)}", "values"),
-            (lambda x: x.numpy(), "values"),
-        ],
-    )
-    def test_what_can_not_be_joined(self, function, what):
-        with raises(WorkloadError, str(what)):
-            joined(function, 1, 3)
-
 
 class TestShares:
     def test_setters(self):
@@ -413,15 +388,6 @@ class TestShares:
 
 
 class TestDevices:
-    def test_without_a_gpu_it_passes_through(self):
-        if torch.cuda.is_available():
-            pytest.skip("there is a GPU")
-        module = Echo()
-        wrapped = BalancedDataParallel(2, module, dim=0).cpu()
-        wrapped(torch.zeros(4, 1), Whole(torch.zeros(2)))
-        args, _ = module.calls[0]
-        assert [tuple(arg.shape) for arg in args] == [(4, 1), (2,)]
-
     def test_cpu_by_any_name(self):
         """`cpu:0` is the device that tensors call `cpu`. The error claimed that the module was on another device."""
         wrapped = BalancedDataParallel(None, nn.Linear(2, 2), ["cpu:0", torch.device("cpu", 1)], "cpu:0")
@@ -493,12 +459,3 @@ class TestCopies:
         assert torch.equal(twin(inputs), wrapped(inputs))
         assert (twin.split, twin.gpu0_bsz, twin.ceilings, twin.reduce) == ((1, 3), 1, (2, 6), "sum")
         assert twin.module.weight is not wrapped.module.weight
-
-    @pytest.mark.parametrize("split", [(0, 4, 4), (2, 6)], ids=str)
-    def test_no_replica_is_left_behind(self, split, run):
-        module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-        before = {name: id(value) for name, value in [*module.named_parameters(), *module.named_buffers()]}
-        with run():
-            loss_of(wrap(module, *split)(torch.randn(8, 3))).backward()
-        assert {name: id(value) for name, value in [*module.named_parameters(), *module.named_buffers()]} == before
-        assert not hasattr(module, "_former_parameters")

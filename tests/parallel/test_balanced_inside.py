@@ -47,13 +47,6 @@ class Witness(nn.Module):
         return self.body(x)
 
 
-def witnessed(see, run, *split: int, **options):
-    module = Witness(see).eval()
-    with run():
-        outputs = wrap(module, *(split or (4, 6, 6)), **options)(torch.randn(sum(split) or BATCH, 5))
-    return module.seen, outputs
-
-
 class TestDerivatives:
     """Compared with finite differences, by torch's gradcheck, with uneven splits."""
 
@@ -139,13 +132,6 @@ class TestMemoryIsFreed:
 class TestReplicas:
     """Inside a tracker each device has a replica of the module, made as torch makes them."""
 
-    @pytest.mark.parametrize("grad", [True, False])
-    def test_are_differentiable_as_the_grad_mode_says(self, grad, run):
-        with torch.set_grad_enabled(grad):
-            seen, outputs = witnessed(lambda module, x: (torch.is_grad_enabled(), module.body(x).requires_grad), run)
-        assert seen == [(grad, grad)] * 3
-        assert outputs.requires_grad is grad
-
     def test_have_lists_and_dicts_of_parameters(self, run):
         """A replica's containers were once empty. Their contents must be available through every access."""
         seen = []
@@ -169,23 +155,6 @@ class TestReplicas:
 class TestModes:
     """Modes set around the wrapper apply to each chunk."""
 
-    def test_inference_mode(self, run):
-        with torch.inference_mode():
-            seen, outputs = witnessed(lambda module, x: torch.is_inference_mode_enabled(), run, 1, 2, 13)
-        assert seen == [True] * 3
-        assert outputs.is_inference()
-
-    @pytest.mark.parametrize("enabled", [True, False])
-    def test_autocast_with_its_dtype(self, enabled, run):
-        def see(module, x):
-            return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), module.body[0](x).dtype
-
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            seen, outputs = witnessed(see, run, 1, 2, 13)
-        dtype = torch.bfloat16 if enabled else torch.float32
-        assert seen == [(enabled, torch.bfloat16, dtype)] * 3
-        assert outputs.dtype == dtype
-
     @pytest.mark.parametrize("split", [(4, 6, 6), (1, 2, 13), (0, 8, 8)], ids=str)
     def test_gradients_under_autocast(self, split, run):
         module, inputs = MODELS["mlp"][0](), torch.randn(BATCH, 5)
@@ -200,13 +169,6 @@ class TestModes:
         assert torch.equal(outputs, plain)
         assert {parameter.grad.dtype for parameter in module.parameters()} == {torch.float32}
         assert_same_gradients(module, reference, 0.02)  # a sum of bfloat16 gradients, in another order
-
-    def test_the_default_device(self, run):
-        inputs, module = torch.randn(BATCH, 5), Witness(lambda module, x: torch.zeros(1).device.type).eval()
-        with run(), torch.device("meta"):
-            outputs = wrap(module, 1, 2, 13)(inputs)
-        assert module.seen == ["meta"] * 3
-        assert outputs.device.type == "cpu"
 
 
 class OddError(Exception):

@@ -408,16 +408,6 @@ def test_weights_of_samples_are_added_up_as_real_numbers():
     assert "a mean over the weights in batch[1][1]" in loss.advice
 
 
-def test_a_mean_over_an_unknown_unit_may_be_counted_by_the_user():
-    def weighted(outputs, targets):
-        weights = torch.tensor([1.0, 5.0, 2.0], dtype=outputs.dtype)[targets]
-        return (F.cross_entropy(outputs, targets, reduction="none") * weights).sum() / weights.sum()
-
-    loss = by_subject(check(classified(nn.Linear(4, 3), loss_fn=weighted)))["loss"]
-    assert loss.count is None
-    assert "if the loss is a mean over something else than samples, pass count= to plan.steps" in loss.advice
-
-
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_loss_over_the_whole_batch_forbids_accumulation(inside):
     workload = contrastive()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +16,6 @@ from autosplit.torch_versions import default_device
 MIB = 2**20
 HUGE = 10**6
 """Size of each side of a matrix that fits in no test machine."""
-
-
-def graph(places: Any, values: Any) -> torch.Tensor:
-    return torch.sparse_coo_tensor(places, values, check_invariants=True)
 
 
 def trained() -> nn.Module:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import random
-import weakref
 
 import pytest
 import torch
@@ -13,9 +11,8 @@ import workloads
 from marks import for_release
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from autosplit.devices.transfer import HOST, adopt_module, transfer
+from autosplit.devices.transfer import HOST, transfer
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.runtime.fake_copy import fake_mode
@@ -139,77 +136,6 @@ class TestProvisional:
             assert tracker.live_bytes == [0, 1536]
             del made
 
-    def test_a_scalar_counts_last(self):
-        with follow(2) as tracker:
-            scalar = torch.tensor(2.0)
-            tracker.adopt(scalar, 0)
-            assert tracker.device_of(scalar * placed(tracker, 128, device=1)) == 1
-            assert tracker.device_of(torch.zeros(128) * scalar) == 0
-
-    def test_over_capacity_when_placed(self):
-        with follow(1, 1000) as tracker:
-            big = torch.zeros(4, 10_000)
-            with pytest.raises(OutOfMemoryError):
-                placed(tracker, 4, 1) + big
-            del big
-            gc.collect()
-            assert tracker.live_bytes == [0]  # the placed() context has ended
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant: bool):
-        super().__init__()
-        self.first, self.inner = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-        self.use_reentrant = use_reentrant
-
-    def run(self, x):
-        mask = torch.ones(x.shape[-1])  # created in the recomputed part: on no device until it is used
-        return self.inner(x * mask)
-
-    def forward(self, x):
-        return checkpoint(self.run, self.first(x), use_reentrant=self.use_reentrant)
-
-
-class Places:
-    """Records ops whose placed, non-scalar inputs are on different devices."""
-
-    def __init__(self):
-        self.tracker = None
-        self.mixed = []
-        self.ops = [0, 0]
-
-    def on_op(self, device, func, args, kwargs, outputs, known):
-        self.ops[device] += 1
-        places = {self.tracker.device_of(value) for value in args if isinstance(value, Tensor) and value.dim() > 0}
-        if len(places - {HOST}) > 1:
-            self.mixed.append(func)
-
-    def on_transfer(self, source, destination, nbytes, purpose):
-        pass
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_mixes_no_devices(use_reentrant):
-    module = Checkpointed(use_reentrant)
-    reference = copy.deepcopy(module)
-    inputs = torch.randn(12, 16)
-    reference(inputs).pow(2).sum(1).mean().backward()
-    places = Places()
-    with follow(3, observer=places) as tracker:
-        places.tracker = tracker
-        places.ops.append(0)
-        adopt_module(tracker, module, 0)
-        before = list(tracker.live_bytes)
-        wrapped = BalancedDataParallel(None, module, ["cpu"] * 3, split=(2, 5, 5))
-        wrapped(inputs).pow(2).sum(1).mean().backward()
-        assert all(places.ops)
-        assert places.mixed == []
-        gradient = module.inner[0].weight.grad
-        module.zero_grad(set_to_none=True)
-        assert tracker.live_bytes[0] - rounded(gradient.untyped_storage().nbytes()) == before[0]
-        assert tracker.live_bytes[1:] == before[1:]
-    torch.testing.assert_close(gradient, reference.inner[0].weight.grad)
-
 
 class TestLeavesNothing:
     @staticmethod
@@ -257,26 +183,6 @@ class TestLeavesNothing:
             assert after == before
             failures += 1
         assert failures == 12
-
-    def test_the_edge_is_sharp(self):
-        trainee = training_copy(mlp())
-        self.step(trainee, [None, None])
-        _, _, peaks, _ = self.step(trainee, [None, None])
-        for device in range(2):
-            fits, fails = list(peaks), list(peaks)
-            fails[device] -= 1
-            assert self.step(trainee, fits)[3] is None
-            assert self.step(trainee, fails)[3].device == f"cpu:{device}"
-
-    def test_storages_that_outlive_a_tracker_leave_no_finalizer(self):
-        gc.collect()
-        before = len(weakref.finalize._registry)
-        kept = []
-        for _ in range(5):
-            with follow() as tracker:
-                kept += [placed(tracker, 100), placed(tracker, 10) * 2, torch.zeros(5)]
-            assert len(weakref.finalize._registry) == before
-        assert len(kept) == 15
 
 
 class TestOutOfMemory:

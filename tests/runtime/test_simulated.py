@@ -192,22 +192,6 @@ class TestMemory:
         assert sum(part.total_bytes for part in traced_parts(tracer, shape)) == peaks[0]
 
 
-class Logits(nn.Module):
-    """Its outputs are large and gathered."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 5000))
-
-    def forward(self, x):
-        return self.body(x)
-
-
-def gathered() -> Workload:
-    # The user's loss gets the outputs of the whole batch on the first device.
-    return Workload(Logits(), torch.randn(4, 16), compute_loss=lambda model, batch: (model(batch) ** 2).mean())
-
-
 class TestParts:
     @pytest.mark.parametrize("name", ["cnn", for_release("char_gpt"), for_release("mlp"), "with_loss"])
     @pytest.mark.parametrize(

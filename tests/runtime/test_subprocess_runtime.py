@@ -184,37 +184,6 @@ def test_a_lost_step_names_its_device_where_that_is_known(runtime, split, device
     assert isinstance(caught.value, torch.OutOfMemoryError)
 
 
-def test_an_error_is_an_answer(runtime):
-    apart, child = runtime()
-    child.answers = [OutOfMemoryError("full"), killed(), killed(), killed(), killed()]
-    with pytest.raises(OutOfMemoryError, match="full"):
-        apart.peaks(rank(9))
-    for n in (8, 7, 6, 5):
-        with pytest.raises(StepLostError):
-            apart.peaks(rank(n))
-
-
-def test_half_of_what_is_left_of_a_time_limit_is_for_one_step(runtime):
-    apart, child = runtime(deadline_s=1100.0)
-    child.takes_s = 0.1
-    for _ in range(3):
-        apart.peaks(rank(4))
-        clock.now += 40
-    assert child.starts == pytest.approx([100, 60, 60], abs=1)
-    assert limits(child) == pytest.approx([50, 30, 10], abs=1)
-
-
-def test_after_one_that_hangs_others_are_given_less(runtime):
-    apart, child = runtime()
-    child.takes_s, child.answers = 0.01, [(1,), hung()]
-    apart.peaks(rank(4))
-    with pytest.raises(StepLostError):
-        apart.peaks(rank(64))
-    apart.peaks(rank(32))
-    apart.peaks(StepShape(((8, 0),), compiled=True))
-    assert limits(child) == [600, 600, 3, 120]
-
-
 def test_a_new_process_may_start_its_devices_and_copy_the_model_there(runtime):
     """After a hang, the next process had 3 s for its first call. CUDA's start and a large copy take longer."""
     apart, child = runtime()

@@ -91,30 +91,6 @@ def test_losses_that_keep_every_element_hold_as_much_where_they_are_fake(loss_fn
         assert fake == real
 
 
-class TestNormsOverSamples:
-    @pytest.mark.parametrize(
-        ("norm", "shape", "may_refuse"),
-        [
-            (nn.BatchNorm1d(8), (SAMPLES, 8), True),
-            (nn.BatchNorm2d(8), (SAMPLES, 8, 1, 1), True),
-            (nn.BatchNorm2d(8), (SAMPLES, 8, 4, 4), False),
-            (nn.GroupNorm(2, 8), (SAMPLES, 8, 4, 4), False),
-            (nn.LayerNorm(8), (SAMPLES, 8), False),
-        ],
-        ids=str,
-    )
-    def test_are_those_with_one_value_of_each_sample(self, norm, shape, may_refuse):
-        """Only these norms need a trace with a single sample, to see whether they reject it."""
-
-        def loss(outputs, targets):
-            return (outputs - targets).square().mean()
-
-        model = nn.Sequential(nn.Unflatten(1, shape[1:]), norm, nn.Flatten())
-        values = torch.randn(shape).flatten(1)
-        tracer, _ = make_tracer(Workload(model, (values, values), loss_fn=loss), like_gpu=False)
-        assert tracer.norms_over_samples == may_refuse
-
-
 class Half(nn.Module):
     """Uses one layer, trains another layer, and never uses a third."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracer import make_tracer
 from autosplit.runtime.tracked_step import run_placed
 from autosplit.workload.models import Models
-from autosplit.workload.tree import Whole, tensors_of
+from autosplit.workload.tree import Whole
 from autosplit.workload.workload import Workload
 
 
@@ -139,45 +138,6 @@ def live(name):
 
 
 class TestNothingIsTouched:
-    @pytest.mark.parametrize("name", OPTIMIZERS)
-    def test_by_training_steps(self, name, mode):
-        model, optimizer = live(name)
-        before = snapshot(model, [optimizer])
-        with kept_rng():
-            trainee = training_copy(workload(model, optimizer=optimizer), mode=mode)
-            run(trainee, (2, 4))
-            run(trainee, (2, 3), (2, 2))
-        assert same(before, snapshot(model, [optimizer]))
-
-    def test_by_a_failing_step(self, mode):
-        model, optimizer = live("adamw")
-        before = snapshot(model, [optimizer])
-        given = Workload(model, BATCH, loss_fn=lambda *args: 1 / 0, optimizer=optimizer)
-        with kept_rng(), pytest.raises(ZeroDivisionError):
-            run(training_copy(given, mode=mode), (2, 4))
-        assert same(before, snapshot(model, [optimizer]))
-
-    def test_by_a_tracer(self):
-        """An AdamW in the middle of its training could not be faked, because its step counts lost their values."""
-        model, optimizer = live("scheduled")
-        before = snapshot(model, [optimizer])
-        tracer, reason = make_tracer(workload(model, optimizer=optimizer), like_gpu=True)
-        tracer.trace(StepShape(((2, 3),)))
-        assert reason is None
-        assert same(before, snapshot(model, [optimizer]))
-
-    def test_where_the_model_can_not_be_copied(self):
-        model, optimizer = live("adamw")
-        model.lock = threading.Lock()
-        before = snapshot(model, [optimizer])
-        with kept_rng():
-            trainee = training_copy(workload(model, optimizer=optimizer))
-            assert trainee.models.given is model
-            run(trainee, (2, 4))
-            assert not same(before, snapshot(model, [optimizer]))
-            trainee.restore()
-        assert same(before, snapshot(model, [optimizer]))
-
     def test_random_states(self):
         numpy = pytest.importorskip("numpy")
         before = (torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist())
@@ -333,16 +293,6 @@ class TestPrecision:
         peaks = [run(trainee, (2, 4)) for _ in range(2)]
         assert set(seen) == {dtype}
         assert all(peaks[1])
-
-
-class TestFakes:
-    def test_a_fake_holds_no_memory_and_no_parameter_of_the_live_model(self):
-        model = net()
-        trainee = training_copy(workload(model), mode=fake_mode())
-        assert all(isinstance(p, FakeTensor) for p in trainee.models.given.parameters())
-        assert all(isinstance(b, FakeTensor) for b in trainee.models.given.buffers())
-        assert not any(isinstance(p, FakeTensor) for p in model.parameters())
-        assert all(isinstance(tensor, FakeTensor) for tensor in tensors_of(trainee.batch(9)))
 
 
 class Masked(nn.Module):
