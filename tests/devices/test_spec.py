@@ -79,11 +79,8 @@ def test_parse_bytes_is_exact(number, unit):
     [
         (None, None),
         (0, 0),
-        (4096, 4096),
-        (0.0, 0.0),
         (0.25, 0.25),
         ("5%", 0.05),
-        ("0.05", 0.05),
         ("1GiB", GIB),
         ("0", 0),
     ],
@@ -323,8 +320,6 @@ def test_memory_that_is_the_hosts_has_what_the_host_could_free(machine, monkeypa
         "cuda:0,0",
         "cuda,cuda:1",
         "cuda:2",
-        "cuda:-1",
-        "cuda:",
         "cuda:x",
         "cuda:" + "1" * 5000,
         "cuda:0,cpu",
@@ -364,12 +359,10 @@ def test_a_gpu_that_does_not_answer(machine):
         ((8, 0), ["sm_86"], "cu126"),  # not on a lower minor version
         ((6, 1), NEW_ARCHES, "cu126"),
         ((7, 0), NEW_ARCHES, "at most 2.14"),
-        ((12, 0), ["sm_80", "sm_86", "sm_90"], "cu128"),
         ((9, 0), ["sm_90a"], None),
         ((12, 1), ["sm_120a"], "cu128"),
         ((3, 5), NEW_ARCHES, "from source"),
         ((9, 0), [], None),
-        ((9, 0), ["gfx90a"], None),
     ],
 )
 def test_architectures(capability, arches, build):

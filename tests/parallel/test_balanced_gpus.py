@@ -220,14 +220,6 @@ class TestInsideReplicas:
         assert seen == [(True, dtype, dtype)] * sum(1 for size in split if size)
         assert outputs.dtype == dtype
 
-    @pytest.mark.parametrize("grad", [True, False])
-    @pytest.mark.parametrize("split", [(2, 6), (0, 8)], ids=str)
-    def test_grad_mode(self, split, grad):
-        with torch.set_grad_enabled(grad):
-            seen, outputs = witnessed(lambda module, x: (torch.is_grad_enabled(), module.body(x).requires_grad), *split)
-        assert set(seen) == {(grad, grad)}
-        assert outputs.requires_grad is grad
-
     @pytest.mark.parametrize("split", [(2, 6), (0, 8), (8, 0)], ids=str)
     def test_inference_mode(self, split):
         def see(module, x):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import warnings
 
@@ -22,8 +21,6 @@ from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.loss_weights import DoubtfulWeights, ReduceWarning, weights_of
 from autosplit.plan.record import reduce_of
 from autosplit.probe.gradient_check import check
-from autosplit.runtime.fake_copy import fake_mode
-from autosplit.runtime.memory_tracker import Tracker
 
 SPLITS = [(4, 6, 6), (1, 2, 13)]
 VOCABULARY = 40
@@ -275,20 +272,3 @@ def test_a_head_that_divides_by_the_items_is_added_up(transformers):
     """The Trainer passes models the number of labels in a whole optimizer step."""
     model, call = model_and_call(transformers, "gpt2")
     assert_as_the_whole(model, {**call, "num_items_in_batch": torch.tensor(7)}, (4, 12), reduce="next tokens")
-
-
-@pytest.mark.parametrize("fake", [False, True])
-def test_a_model_over_followed_devices(transformers, fake):
-    """The tuner's devices: labels are counted on real and fake devices, and caches are joined there, too."""
-    with fake_mode() if fake else contextlib.nullcontext():
-        model, call = model_and_call(transformers, "gpt2", torch.float32)
-        expected = model(**call).loss
-        wrapped = BalancedDataParallel(None, model, ["cpu"] * 3, split=(1, 2, 13), reduce="next tokens")
-        with Tracker(["first", "second", "third"], [None] * 3) as tracker:
-            outputs = wrapped(**call)
-            outputs.loss.backward()
-            keys = outputs.past_key_values.layers[0].keys
-            assert [tracker.device_of(tensor) for tensor in (outputs.loss, outputs.logits, keys)] == [0, 0, 0]
-        assert keys.shape == (16, 2, 8, 8)
-        if not fake:
-            torch.testing.assert_close(outputs.loss, expected, rtol=1e-6, atol=0)

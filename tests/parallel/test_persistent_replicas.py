@@ -612,18 +612,6 @@ class TestOnGpus:
         accumulate(wrapped, batches)
         assert_same_gradients(module, reference)
 
-    @pytest.mark.parametrize("split", [(2, 6), (0, 8)], ids=str)
-    def test_training_is_that_of_one_gpu(self, split):
-        home = card(CARDS[0])
-        reference = mlp().to(home)
-        module = copy.deepcopy(reference)
-        wrapped = BalancedDataParallel(None, module, list(CARDS), split=split)
-        batches = [batch.to(home) for batch in batches_of(8, 8, 8, 8, 8, 3)]
-        for model, owner in ((wrapped, module), (reference, reference)):
-            TestSteps.train(model, owner, batches, batch_size=8, effective_batch_size=32)
-        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs)
-
     def test_half_precision_does_not_keep_old_weights(self):
         """Autocast caches casts of leaves. The next step must not use old casts."""
         home = card(CARDS[0])

@@ -214,22 +214,6 @@ class TestOutputs:
         with raises(WorkloadError, place):
             joined(output, *split, run=run)
 
-    @pytest.mark.parametrize(
-        "output", [lambda x: x.new_zeros(4), lambda x: torch.tensor([3])], ids=["classes", "count"]
-    )
-    def test_tensors_without_samples_are_refused(self, output):
-        with raises(WorkloadError, "2, 2"):
-            joined(output, 2, 2)
-
-    def test_several_rows_for_each_sample_need_a_proof(self):
-        """Devices with different numbers of samples prove that the rows follow the samples."""
-        model = wrap(Returns(lambda x: x.repeat_interleave(3, 0)), 1, 3)
-        assert model(X[:, :1]).flatten().tolist() == X[:, :1].repeat_interleave(3, 0).flatten().tolist()
-        model.split = (2, 2)
-        assert model(X[:, :1]).shape == (12, 1)
-        with raises(WorkloadError, "0"):
-            joined(lambda x: x.repeat_interleave(3, 0), 2, 2)
-
     def test_a_list_of_losses_is_not_taken_for_samples(self):
         with raises(WorkloadError):
             joined(lambda x: [x.mean(), x.sum()], 2, 2)

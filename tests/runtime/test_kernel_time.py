@@ -35,12 +35,6 @@ def test_a_wave_that_is_not_full_takes_as_long_as_a_full_one_unless_smaller_tile
     assert smooth[1] < 1.02 * smooth[0]
 
 
-def test_a_card_of_70_watts_sustains_less_than_its_datasheet_says():
-    large = product(8192, 8192, 8192, rate="float32")
-    of_peak = large.flops / find_card("T4").peak_flops["float32"]
-    assert 0.47 <= of_peak / large.seconds(find_card("T4")) <= 0.5
-
-
 def test_products_of_a_card_of_70_watts_run_faster_beside_kernels_that_draw_less():
     card = find_card("L4")
     large, moved = product(8192, 8192, 8192, rate="float32"), OpCost(0, 10**9, "float32")

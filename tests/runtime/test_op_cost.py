@@ -43,23 +43,6 @@ def test_a_convolution_is_a_product_forward_and_two_back(groups, size, kind):
     assert [cost.part for cost in backward] == ["forward", "none", "none"]
 
 
-def test_half_images_in_planes_are_laid_out_anew_for_tensor_cores():
-    conv = nn.Conv2d(16, 16, 3).to(torch.bfloat16)
-    planes = torch.randn(2, 16, 8, 8).to(torch.bfloat16)
-    assert [cost.kind for cost in convolved(conv, planes)[0]] == ["convolution", "layout"]
-    channels = planes.to(memory_format=torch.channels_last)
-    assert [cost.kind for cost in convolved(conv, channels)[0]] == ["convolution", "copy"], "the weight is in planes"
-    conv.to(memory_format=torch.channels_last)
-    assert [cost.kind for cost in convolved(conv, channels)[0]] == ["convolution"]
-
-
-def test_what_is_expanded_is_read_once():
-    row = torch.randn(1, 1000)
-    outputs = torch.randn(500, 1000)
-    (cost,) = op_cost(aten.add.Tensor, (outputs, row.expand(500, 1000)), {}, outputs)
-    assert cost.nbytes == 2 * outputs.nbytes + row.nbytes
-
-
 @pytest.mark.parametrize(("width", "kind"), [(64, "row_copy"), (16, "copy")])
 def test_a_copy_of_long_rows_reaches_the_rate_of_other_kernels(width, kind):
     """Attention gives heads of 64 elements back to their positions. Such copies were predicted 2.6 times too slow."""

@@ -70,7 +70,6 @@ class Masked(nn.Module):
         lambda: Workload(Masked(), torch.rand(4, 3, 8), optimizer=torch.optim.SGD),
         lambda: Workload(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.rand(2, 3, 8, 8)),
         lambda: Workload(model := nn.Linear(3, 3), torch.rand(2, 3), optimizer=torch.optim.AdamW(model.parameters())),
-        lambda: Workload(nn.Linear(3, 3).half(), torch.rand(2, 3).half()),
     ],
 )
 def test_it_is_the_same_workload_to_a_profile_however_it_is_built(made, monkeypatch):
@@ -190,14 +189,10 @@ def batch_loss(model, batch):
 
 X, Y = torch.randn(4, 4), torch.randint(0, 3, (4,))
 KINDS = {
-    "dict": lambda: Workload(ByName(), {"x": X, "y": Y}),
     "UserDict": lambda: Workload(ByName(), UserDict({"x": X, "y": Y})),
-    "tuple": lambda: Workload(ByName(), (X, Y)),
     "dataclass": lambda: Workload(ByName(), Batch(X, Y), compute_loss=batch_loss),
-    "tensor": lambda: Workload(nn.Linear(4, 3), X),
     "make_batch": lambda: small(make_batch=lambda n: (torch.randn(n, 4), torch.zeros(n, dtype=torch.long))),
     "batch_dim 1": lambda: Workload(OfColumns(), torch.randn(4, 6), batch_dim=1),
-    "fp16": lambda: small(precision="fp16"),
     "bf16": lambda: small(precision="bf16"),
     "sum": lambda: small(loss_fn=nn.CrossEntropyLoss(reduction="sum"), loss_reduction="sum"),
     "frozen": lambda: small(nn.Sequential(nn.Linear(4, 8).requires_grad_(False), nn.Linear(8, 3))),

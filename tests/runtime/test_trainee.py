@@ -238,27 +238,6 @@ class TestCustomSteps:
             assert {id(p) for p in optimizer.state} == owned[name]
         assert same(before, snapshot(given.model))
 
-    @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")  # LBFGS of torch 2.8
-    def test_a_closure_optimizer_in_a_step(self):
-        def step(model, optimizer, batch):
-            def closure():
-                optimizer.zero_grad()
-                loss = model(batch).pow(2).mean()
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-        given = Workload(model, torch.randn(4, 4), step=step, optimizer=optimizer)
-        before = snapshot(model, [optimizer])
-        trainee = training_copy(given)
-        run(trainee, (2, 2))
-        run(trainee, (2, 2))
-        assert trainee.optimizers.given._params[0] is trainee.models.given.weight
-        assert same(before, snapshot(model, [optimizer]))
-
 
 class TestEvaluation:
     def test_calls_the_model_as_compute_loss_does(self):

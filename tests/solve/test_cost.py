@@ -165,20 +165,6 @@ class TestStepTime:
     def test_copies_are_paid_once_a_step(self):
         assert self.STEP.seconds([(4, 1), (1, 1)]) == pytest.approx(0.5 + 4.1 + 2.1 + 3.0)
 
-    def test_without_kept_replicas_in_every_micro_step(self):
-        step = replace(self.STEP, keeps=False)
-        assert step.seconds([(4, 1), (1, 1)]) == pytest.approx(2 * 0.5 + 4.1 + 2.1 + 3.0)
-
-    def test_a_device_without_samples_costs_nothing(self):
-        three = StepTime((*self.CURVES, self.CURVES[1]), (0.0, 0.5, 7.0), (0.0, 0.1, 9.0), 3.0, adds_up=False)
-        splits = [(4, 1, 0), (1, 1, 0)]
-        assert three.seconds(splits) == self.STEP.seconds([split[:2] for split in splits])
-
-    def test_contention_multiplies_what_several_do_at_once(self):
-        step = replace(self.STEP, contention=1.5)
-        assert step.seconds([(4, 1)]) == pytest.approx(0.5 + 0.1 + 6.0 + 3.0)
-        assert step.seconds([(4, 0)]) == pytest.approx(4.0 + 3.0)
-
     @given(st.floats(0, 1), st.floats(0, 0.1))
     def test_recovers_copies_and_gather(self, copies, per_sample):
         bare = StepTime.bare(self.CURVES, 0.0, adds_up=False)

@@ -86,15 +86,6 @@ def test_every_trial_is_in_the_space_and_none_is_repeated():
     assert [t.number for t in trials] == list(range(len(trials)))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_improves_on_a_first_guess_that_is_off(seed):
-    guess, top = Configuration(20, 90, 3), Configuration(14, 86, 3)
-    assert rate(guess) < 0.81 * rate(top)
-    first = [guess, Configuration(21, 90, 3), Configuration(19, 90, 3)]
-    trials = run(Evaluation(), first=first, n_trials=24, seed=seed)
-    assert max(t.samples_per_s for t in trials) >= 0.88 * rate(top)
-
-
 @optuna_5
 def test_finds_the_optimum_of_a_small_space():
     space = Space(Region(MemoryFit(0.0, 1.0), 6, 6, (4,), 8), None)

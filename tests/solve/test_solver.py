@@ -140,13 +140,6 @@ def test_measured_times_make_no_odd_answer_and_the_plainest_has_its_chance():
     assert once in solver(1.55, 0.03).first_trials(), "a fifth slower by the model, which may be wrong"
 
 
-@pytest.mark.parametrize(("copies_s", "gpu0_bsz"), [(9.0, 4), (0.5, 2)])
-def test_device_0_alone_where_sharing_costs_more_than_it_brings(copies_s, gpu0_bsz):
-    region = Region(MemoryFit(0.0, 1.0), 100, 50, (50,), 100)
-    step_time = StepTime.bare((line(0.0, 1.0), line(0.0, 1.0)), 0.0, adds_up=False).with_costs_of(1, copies_s, 0.0)
-    assert Solver(Space(region, None), step_time).fastest_of(4, 1).gpu0_bsz == gpu0_bsz
-
-
 def unlike(copies_s: tuple[float, ...], *, effective: int = 48) -> Solver:
     """Four equally fast devices, some of them with slow links."""
     region = Region(MemoryFit(0.0, 1.0), 1000, 200, (200, 200, 200), 1000)

@@ -49,7 +49,7 @@ from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.proposals import Proposer
 from autosplit.solve.search_space import Space
 from autosplit.solve.solver import Solver
-from autosplit.solve.step_time import RankStepTime, StepTime, TimeCurve
+from autosplit.solve.step_time import RankStepTime, TimeCurve
 from autosplit.solve.trial import Trial
 from autosplit.tuning import rank_group as jobs
 from autosplit.tuning.peers import Failure, Interrupts, Peers
@@ -211,20 +211,6 @@ def batches_made() -> int:
     return len(made)
 
 
-def without_memory_in_a_timed_step() -> list[Any]:
-    """Run out of memory only in the all-reduce. The waiting rank's collective times out."""
-
-    def spring() -> None:
-        if rank_here() == 1 and not sprung:
-            sprung.append(True)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    sprung: list[bool] = []
-    trap = Trap(spring, after=2)
-    plan = tune(workload(compute_loss=trap), profile="off", n_trials=3)
-    return [[trial.failure for trial in plan.trials], plan.real_ooms]
-
-
 def spinning_for_one_without_memory() -> list[Any]:
     """Run out of memory in the all-reduce, on a back end that waits forever. Then run a fitting step."""
     spinning.register()
@@ -330,7 +316,6 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "isolated": lambda: tune(workload(), profile="off", n_trials=1, isolate=True).to_json(),
     "plain": on_processors_of_their_own,
     "unused": lambda: tune(workload(Net(unused=True)), profile="off", n_trials=1).to_json(),
-    "without memory in a timed step": without_memory_in_a_timed_step,
     "less memory": with_less_memory,
 }
 
@@ -416,12 +401,6 @@ class TestTwoRanks:
         assert one == other
         assert [result if isinstance(result, int) else result[0] for result in one] == [0, 1, 0, 2, 1, 2]
         assert all(f"cpu:{result[0]}" in result[1] for result in one if not isinstance(result, int))
-
-    def test_one_that_lacks_it_only_where_gradients_meet_is_waited_for_in_vain(self, ranks: Any) -> None:
-        for failures, ooms in found_by(ranks, "without memory in a timed step"):
-            assert [failure for failure in failures if failure is not None]
-            assert all("rank 1: cpu:1 is out of memory" in failure for failure in failures if failure)
-            assert ooms >= 1
 
     def test_time_no_batch_being_made(self, ranks: Any) -> None:
         """Each timed step made its batches again. For images that took longer than the step."""
@@ -632,16 +611,6 @@ def test_torchrun_by_hand(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- pieces
-
-
-def test_a_ranks_time_counts_the_all_reduce_whoever_has_samples() -> None:
-    curves = TimeCurve(((1, 1.0), (11, 11.0))), TimeCurve(((1, 2.0), (11, 22.0)))
-    time_s = RankStepTime(curves, (0.0, 3.0), (0.0, 0.0), 0.5, adds_up=False)
-    assert time_s.seconds([(4, 2)]) == pytest.approx(3 + 4 + 0.5)
-    assert time_s.seconds([(4, 2), (2, 3)]) == pytest.approx(3 + 4 + 6 + 0.5)
-    # The rank without samples runs one sample that does not count.
-    assert time_s.seconds([(1, 0)]) == pytest.approx(3 + 2 + 0.5)
-    assert StepTime(curves, (0.0, 3.0), (0.0, 0.0), 0.5, adds_up=False).seconds([(1, 0)]) == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.6, 30.0])

@@ -733,6 +733,16 @@ def test_a_compiled_models_tuning(stage, error, ends, books):
     check_books(books)
 
 
+@pytest.mark.parametrize("kind", ["copied", slow("borrowed")])
+def test_a_remembered_plan_leaves_nothing_behind_either(kind):
+    case = Case(kind)
+    for _ in range(2):
+        case.trap.disarm()
+        plan = tune(case.source, devices=SIMULATED, effective_batch_size=48, max_batch_size=32, n_trials=2)
+        case.live.watch.check()
+    assert plan.notes[0].kind == "from-profile"
+
+
 @pytest.mark.parametrize("kind", ["copied", "borrowed"])
 @pytest.mark.parametrize("devices", ["", slow(BUDGETED), slow(SIMULATED)])
 def test_a_backward_that_is_still_to_come_finds_what_it_saved(kind, devices):

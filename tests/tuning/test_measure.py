@@ -41,13 +41,6 @@ class TestSimulated:
         assert (found.simulated, found.spread_s, found.strategy) == (True, 0.0, "balanced")
         assert found.device_names == ("RTX3090", "RTX2080Ti")
 
-    def test_accumulation_pays_for_copies_and_the_update_once(self):
-        one, four = (measure(devices=CARDS, split=(8, 4), accumulation_steps=steps) for steps in (1, 4))
-        assert four.effective_batch_size == 4 * one.effective_batch_size == 48
-        assert one.step_s < four.step_s < 4 * one.step_s
-        assert one.update_s == pytest.approx(four.update_s)
-        assert sum(four.peak_bytes) == sum(parts.total_bytes for parts in four.memory)
-
     def test_ddp_is_computed_from_its_ranks(self):
         found = measure(devices=CARDS, split=(64, 8), strategy="ddp")
         alone = [measure(devices=f"sim:{name}", split=n) for name, n in (("RTX3090", 64), ("RTX2080Ti", 8))]

@@ -199,12 +199,6 @@ class TestOneMicroStepAndSeveral:
         assert (plan.batch_size, plan.accumulation_steps) == (134, 1)
         assert not [trial for trial in plan.trials if trial.failure]
 
-    @pytest.mark.parametrize("capacity", ["1800KiB", slow("1700KiB")])
-    def test_several_are_not_tried_where_only_one_fits(self, capacity):
-        plan = quick(mlp(), f"sim:1xRTX3090@{capacity}", effective_batch_size=64, n_trials=24)
-        assert (plan.batch_size, plan.accumulation_steps) == (64, 1)
-        assert not [trial for trial in plan.trials if trial.failure]
-
     @pytest.mark.slow
     @pytest.mark.parametrize("effective", [10**7, (5 * 10**5, 10**6)])
     def test_a_vast_step_takes_no_longer(self, effective):
@@ -377,16 +371,6 @@ class TestInterrupted:
         forbid_search(monkeypatch)
         assert tune(workload, **options).complete
 
-    def test_the_best_is_kept_to_the_very_end(self):
-        def stop(progress):
-            if progress.stage == "done":
-                raise KeyboardInterrupt
-
-        with pytest.raises(TuningInterrupted) as caught:
-            quick(small(), SIM, effective_batch_size=64, n_trials=2, progress=stop)
-        assert caught.value.plan is not None
-        assert not caught.value.plan.complete
-
     def test_nothing_is_kept_where_no_trial_had_succeeded(self, cache_dir):
         def stop(progress):
             raise KeyboardInterrupt
@@ -496,17 +480,6 @@ class TestPrecision:
 
 
 class TestRangeOfEffectiveBatches:
-    @pytest.mark.slow
-    def test_the_plan_is_within_it_and_as_fast_as_any_number_of_it(self):
-        devices = "sim:2xRTX3090@70MiB"
-        plan = quick(one_block(), devices, effective_batch_size=(200, 300), n_trials=12)
-        check_sums(plan, plan.effective_batch_size)
-        assert 200 <= plan.effective_batch_size <= 300
-        rates = [
-            quick(one_block(), devices, effective_batch_size=n, n_trials=12).samples_per_s for n in (200, 240, 300)
-        ]
-        assert plan.samples_per_s >= 0.99 * max(rates)
-
     def test_ddp_is_within_it_too(self):
         plan = quick(one_block(), "sim:2xRTX3090@70MiB", effective_batch_size="200:300", strategy="ddp")
         assert 200 <= plan.effective_batch_size <= 300

@@ -82,10 +82,7 @@ def rows(n: int, width: int = 3) -> Tensor:
 BATCHES = {
     "tensor": lambda: rows(4),
     "tuple": lambda: (rows(4), torch.arange(4)),
-    "list": lambda: [rows(4), torch.arange(4)],
     "dict": lambda: {"x": rows(4), "y": torch.arange(4)},
-    "defaultdict": lambda: collections.defaultdict(list, {"x": rows(4)}),
-    "OrderedDict": lambda: collections.OrderedDict(x=rows(4), y=torch.arange(4)),
     "MappingProxy": lambda: MappingProxyType({"x": rows(4)}),
     "namedtuple": lambda: Pair(rows(4), torch.arange(4)),
     "dataclass": lambda: Frozen(rows(4)),
@@ -93,7 +90,6 @@ BATCHES = {
     "post_init": lambda: Counted(rows(4)),
     "encoding": lambda: Encoding({"x": rows(4)}, tokenizer="bpe"),
     "output": lambda: Output(logits=rows(4)),
-    "return_types": lambda: torch.max(rows(4), dim=1),
     "nested": lambda: {"inputs": [Pair(rows(4), torch.arange(4)), Frozen(rows(4))], "flag": True, "none": None},
 }
 
