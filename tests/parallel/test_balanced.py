@@ -327,6 +327,17 @@ class TestCalls:
             outputs = data_parallel(Echo(), none, split=(2, 6), device_ids=["cpu", "cpu"], module_kwargs={"x": inputs})
             assert torch.equal(outputs, inputs)
 
+    def test_what_one_device_changes_in_place_is_whole_for_the_next(self, run):
+        class Spoils(nn.Module):
+            def forward(self, x, mask):
+                outputs = x * mask
+                mask.zero_()
+                return outputs
+
+        with run():
+            outputs = wrap(Spoils(), 1, 2, 4)(torch.ones(7, 5), Whole(torch.ones(5)))
+        assert torch.equal(outputs, torch.ones(7, 5))
+
 
 class TestOutputs:
     def test_return_types(self):
@@ -422,6 +433,10 @@ class TestDevices:
             assert caught.value.device_index == 1
             del caught
             assert tracker.live_bytes[0] == 64 * 64 * 4 + 512
+
+    def test_mixed_kinds(self):
+        with raises(DeviceError, "cuda"):
+            BalancedDataParallel(None, Echo(), ["cpu", "cuda:0"])
 
 
 class TestMemory:

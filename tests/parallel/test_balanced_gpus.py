@@ -16,6 +16,7 @@ import torch
 from balanced_models import (
     MODELS,
     Returns,
+    Unused,
     assert_same_gradients,
     inputs_of,
     loss_of,
@@ -138,6 +139,14 @@ class TestGradients:
         assert_same_gradients(module, theirs, TOLERANCE)
         torch.testing.assert_close(module[1].running_mean, theirs[1].running_mean)
         torch.testing.assert_close(module[1].running_var, theirs[1].running_var)
+
+    @pytest.mark.parametrize("split", SPLITS, ids=str)
+    def test_of_what_nothing_used_change_nothing(self, split):
+        """torch's broadcast creates zero gradients on several GPUs. A plain module has no gradient."""
+        module = Unused().to(HOME)
+        loss_of(wrap(module, *split)(torch.randn(BATCH, 5))).backward()
+        assert module.unused.weight.grad is None or not module.unused.weight.grad.any()
+        assert module.used.weight.grad.any()
 
 
 class TestBatchNorm:

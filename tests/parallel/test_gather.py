@@ -51,6 +51,13 @@ class TestScalars:
         with pytest.warns(ReduceWarning, match="who knows"):
             joined(torch.tensor(1.0), torch.tensor(2.0), weights=weights)
 
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+    def test_the_dtype_stays(self, dtype):
+        loss = torch.tensor(2.0, dtype=dtype)
+        whole = joined(loss, loss, weights=tensor_weights(1, 2))
+        assert whole.dtype == dtype
+        torch.testing.assert_close(whole, loss)
+
 
 class TestPlainValues:
     @pytest.mark.parametrize("value", [Colour.RED, Level.LOW, "text", b"bytes", None, torch.float32, ("a", Level.HIGH)])

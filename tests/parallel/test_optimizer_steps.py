@@ -391,6 +391,22 @@ class TestMistakes:
             for step in steps(loader, batch_size=4, effective_batch_size=10):
                 finish(step)
 
+    def test_no_backward_for_the_last(self) -> None:
+        step = next(self.make())
+        with raises(InputError):
+            for number, _ in enumerate(step):
+                if number < 2:
+                    step.backward(self.LOSS)
+
+    def test_backward_outside_the_loop(self) -> None:
+        step = next(self.make())
+        with raises(InputError):
+            step.backward(self.LOSS)
+
+    def test_a_step_never_iterated(self) -> None:
+        with raises(InputError, "0", "3"):
+            list(self.make())
+
 
 class ShortLoader:
     """Gives a fixed number of batches, whatever its sampler contains."""

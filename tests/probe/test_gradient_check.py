@@ -467,6 +467,13 @@ def test_each_batchnorm_is_named_with_the_gradients_figures():
     assert "GroupNorm" in found[1].advice
 
 
+def test_a_batchnorm_does_not_hide_what_else_depends():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3))
+    found = check(classified(model, loss_fn=partial(F.cross_entropy, reduction="sum")))
+    assert [one.subject for one in found] == ["gradient", "BatchNorm1d at 1", "loss"]
+    assert "loss_reduction='sum'" in found[2].advice
+
+
 @pytest.mark.parametrize("model", [Centred(), nn.Sequential(nn.Linear(4, 8), BatchSoftmax(), nn.Linear(8, 3))])
 def test_a_model_that_looks_at_neighbours_depends_on_the_batch(model):
     assert "depends on the whole batch: the loss or a layer" in advice_on(check(classified(model)), "loss")
@@ -510,6 +517,26 @@ def test_a_model_that_refuses_float64_is_checked_in_float32():
     assert 1e-12 < one.accumulation_error < 1e-4
     assert "in float32" in one.remark
     advice_on(check(classified(SinglePrecision(), loss_fn=partial(F.cross_entropy, reduction="sum"))), "loss")
+
+
+def test_reduced_precision_is_left_out():
+    only_gradient(check(classified(nn.Sequential(nn.Linear(4, 3)), precision="bf16")))
+    only_gradient(check(classified(nn.Sequential(nn.Linear(4, 3)).bfloat16())))
+
+
+def test_rounding_inside_the_model_is_no_dependence():
+    class Rounding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 64), nn.Linear(64, 3)
+
+        def forward(self, x):
+            half = self.first(x).to(torch.bfloat16)
+            return self.last((half @ half.new_ones(64, 64)).to(x.dtype))
+
+    (one,) = check(classified(Rounding()))
+    assert one.accumulation_error > 1e-6
+    assert not one.depends
 
 
 # ------------------------------------------------------------------------------------------------- custom steps

@@ -90,6 +90,14 @@ def test_it_is_the_same_plan_however_it_is_built(monkeypatch):
 
 
 @pytest.mark.usefixtures("nothing_is_small")
+def test_a_function_is_built_under_fake_tensors_for_cards_that_are_not_there():
+    with ExitStack() as closing:
+        followed = staged(small, SIM, closing)
+    assert all(isinstance(parameter, FakeTensor) for parameter in followed.workload.model.parameters())
+    assert followed.tracer.fake
+
+
+@pytest.mark.usefixtures("nothing_is_small")
 def test_a_function_that_reads_numbers_is_built_for_real_and_said_so():
     def reading() -> Workload:
         workload = small()

@@ -238,6 +238,15 @@ class TestCustomSteps:
             assert {id(p) for p in optimizer.state} == owned[name]
         assert same(before, snapshot(given.model))
 
+    def test_live_optimizers(self):
+        given = self.gan()
+        optimizers = {name: torch.optim.Adam(model.parameters()) for name, model in given.model.items()}
+        given = Workload(given.model, given.sample_batch, step=given.step, optimizer=optimizers)
+        before = snapshot(given.model, optimizers.values())
+        with kept_rng():
+            run(training_copy(given), (2, 2))
+        assert same(before, snapshot(given.model, optimizers.values()))
+
 
 class TestEvaluation:
     def test_calls_the_model_as_compute_loss_does(self):
@@ -390,3 +399,9 @@ def test_fp16_has_the_optimizers_state_from_the_first_step(factor):
     states = trainee.optimizers.given.state.values()
     assert len(states) == len(trainee.parameters())
     assert all({"exp_avg", "exp_avg_sq"} <= state.keys() for state in states)
+
+
+def test_a_very_large_factory_takes_no_memory():
+    given = Workload(lambda: nn.Linear(200_000, 200_000), torch.zeros(2, 1).expand(2, 200_000))
+    peaks = run(training_copy(given, mode=fake_mode()), (1, 1))
+    assert peaks[0] > 4 * 200_000**2
