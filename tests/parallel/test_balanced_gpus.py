@@ -183,36 +183,11 @@ class TestDevices:
             loss_of(outputs).backward()
             assert_same_gradients(module, reference, TOLERANCE)
 
-    @pytest.mark.parametrize("split", SPLITS, ids=str)
-    @pytest.mark.parametrize("kind", [int, card, lambda index: f"{KIND}:{index}"], ids=["number", "device", "name"])
-    def test_outputs_go_where_they_are_wanted(self, kind, split):
-        module, reference, inputs = made("mlp")
-        plain = reference(inputs)
-        (loss_of(plain) + plain.mean()).backward()
-        wrapped = wrap(Both(module), *split, output_device=kind(CARDS[1]))
-        outputs, mean = wrapped(inputs)
-        assert outputs.device == mean.device == card(CARDS[1])
-        torch.testing.assert_close(outputs, plain.to(card(CARDS[1])))
-        (loss_of(outputs) + mean).backward()
-        assert_same_gradients(module, reference, TOLERANCE)
-
     def test_moved_after_it_was_wrapped(self):
         """The order of common scripts: wrap first, then call .cuda()."""
         wrapped = BalancedDataParallel(2, nn.Linear(5, 3), list(CARDS)).to(card(CARDS[0]))
         inputs = torch.randn(BATCH, 5)
         torch.testing.assert_close(wrapped(inputs), wrapped.module(inputs.to(HOME)))
-
-
-class Both(nn.Module):
-    """Return the mean of a module's outputs."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x):
-        outputs = self.module(x)
-        return outputs, outputs.mean()
 
 
 class TestInsideReplicas:

@@ -60,10 +60,6 @@ class TestLargestFitting:
         assert found == answer
         assert len(looks) <= 40
 
-    @given(st.integers(0, 65536), st.integers(1, 65536))
-    def test_a_single_step_is_found_by_halving(self, answer, start):
-        assert largest_fitting(lambda n: float(n > answer), 0.5, least=0, most=65536, start=start) == answer
-
 
 class TestTimeCurve:
     @given(st.dictionaries(st.integers(1, 500), st.floats(1e-6, 10), min_size=1, max_size=12))

@@ -652,11 +652,9 @@ class TestOwnPart:
         ("place", "spec", "own"),
         [
             (Place(1, 4, 1, 4), None, "cuda:1"),
-            (Place(5, 8, 1, 4), "cuda", "cuda:1"),
             (Place(1, 2, 1, 2), "cuda:3,2", "cuda:2"),
             (Place(1, 2, 1, 2), "cuda:3", "cuda:3"),  # each process was given one GPU
             (Place(1, 2, 1, 2), "cuda:0,1,2", "cuda:0,1,2"),  # all ranks must get this
-            (Place(0, 1), "cuda", "cuda"),
             (Place(1, 2, 1, 2), "cpu:1MiB,cpu:2MiB", "cpu:1MiB,cpu:2MiB"),
         ],
     )

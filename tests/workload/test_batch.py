@@ -166,9 +166,6 @@ class TestResize:
         assert made["x"].shape == (9, 4)
         assert next(iter(tensors_of(made["mask"]))) is mask
 
-    def test_other_dimension(self):
-        assert resize(torch.zeros(16, 5, 3), 2, dim=1).shape == (16, 2, 3)
-
     def test_a_batch_keeps_its_dtype_and_has_no_graph(self):
         batch = torch.zeros(2, 3, dtype=torch.float16, requires_grad=True) * 1
         made = resize(batch, 4)
