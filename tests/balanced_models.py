@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from ddp_jobs import make_plan
@@ -203,12 +203,6 @@ class Echo(nn.Module):
     def forward(self, *args, **kwargs):
         self.calls.append((args, kwargs))
         return args[0] if args else kwargs.get("x")
-
-
-class Triple(NamedTuple):
-    logits: Tensor
-    loss: Tensor
-    name: str
 
 
 @dataclasses.dataclass

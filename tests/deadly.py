@@ -49,9 +49,6 @@ def _meet(end: str) -> None:
     elif end == "kernel assertion":
         there = torch.accelerator.current_accelerator()
         torch.zeros(4, device=there)[torch.tensor([9], device=there)].sum().item()
-    elif end == "garbage":
-        sys.stdout.write("garbage\n")
-        os.write(1, b"garbage\n")
     else:
         assert end == "nothing", end
 

@@ -107,10 +107,6 @@ class Branching(nn.Module):
         return y.relu() if x.sum() > 0 else y.tanh()
 
 
-def branching() -> Workload:
-    return Workload(Branching(), torch.randn(4, 16), optimizer=torch.optim.SGD)
-
-
 class WithoutFakes(Branching):
     """A model with a kernel that has no fake implementation."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -99,13 +98,6 @@ class TestUnmeasuredRates:
         assert unmeasured_rates([find_card("MI300X")]).startswith("autosplit traces memory and attention for MI300X")
         assert "MI250X (MI300X)" in unmeasured_rates([find_card("MI250X")])
 
-    def test_the_expected_errors_are_those_of_the_benchmark(self):
-        known = json.loads((ROOT / "benchmarks" / "results" / "published.json").read_text())["step times"]
-        for precision, times in (("fp32", 1.4), ("fp16", 1.6)):
-            found = known[f"torchvision TITAN-Xp {precision} nchw held out"]
-            assert (1 / found["bias"] > times, found["steps"]) == (True, 32)
-        assert find_card("TITAN-Xp").sustained_on
-
 
 def test_the_page_lists_every_gpu():
     page = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8")
@@ -141,20 +133,12 @@ def test_a_card_is_found_by_its_spellings(name):
         ("Tesla V100-SXM2-32GB", "V100-32GB"),
         ("Tesla P100-PCIE-16GB", "P100"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
-        ("NVIDIA GH200 480GB", "GH200-96GB"),
-        ("NVIDIA H200", "H200"),
         ("NVIDIA GeForce RTX 3090", "RTX3090"),
-        ("Tesla V100-SXM2-16GB", "V100-16GB"),
-        ("Tesla T4", "T4"),
-        ("NVIDIA L4", "L4"),
         ("NVIDIA GeForce RTX 3060 Laptop GPU", "RTX3060-Laptop"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000-Server"),
-        ("NVIDIA B300 SXM6 AC", "B300"),
         ("AMD Instinct MI300X", "MI300X"),
-        ("AMD Radeon RX 7900 XTX", "RX7900XTX"),
         ("AMD Radeon(TM) 8060S Graphics", "Strix-Halo"),
         ("Intel(R) Arc(TM) B580 Graphics", "Arc-B580"),
-        ("Intel(R) Data Center GPU Max 1550", "Max-1550"),
     ],
 )
 def test_a_card_is_found_by_the_name_that_its_driver_reports(reported, name):
@@ -183,11 +167,6 @@ def test_the_error_on_an_unknown_gpu_has_the_row_and_the_command_that_writes_it(
     with raises(DeviceError, "`python -m autosplit doctor --save gpus.toml`") as caught:
         find_card("RTX 6090")
     assert "[cards.RTX-6090]" in str(caught.value)
-
-
-def test_no_card_is_mentioned():
-    assert not mentions_card("")
-    assert not mentions_card("a computer")
 
 
 @given(st.one_of(st.text(), st.lists(st.text()), st.binary(max_size=200)))
@@ -228,19 +207,15 @@ class TestCardsOfOnesOwn:
             (CARD[:60], ""),
             (CARD.replace("12.5", "-1"), ">= 1e-06"),
             (CARD.replace("12.5", "nan"), ">= 1e-06"),
-            (CARD.replace("12.5", "inf"), "<= "),
             (CARD.replace("12.5", "1e30"), "<= "),
             (CARD.replace("12.5", "9" * 5000), ""),
             (CARD.replace("12.5", "2026-01-01"), "Expected `float`"),
-            (CARD.replace("12.5", "'12'"), "Expected `float`"),
             (CARD.replace("12.5", "12.5\nmemory_gb = 3"), "memory_gb"),
             (CARD.replace("float32 = 10,", ""), "no tflops of float32"),
-            (CARD.replace("float32", "float31"), "float31"),
             (CARD.replace("pcie4", "pci\\u001b[2J"), "has the link 'pci\\x1b[2J'"),
             (CARD.replace("8.9", "eight"), "matching regex"),
             (CARD + 'sustained_of = "RTX1"\n', "sustained_of = 'RTX1'. Expected a GPU of the catalogue"),
             (CARD.replace("My-Card", '"../x"'), "matching regex"),
-            (CARD.replace("My-Card", '"A\\n"'), "matching regex"),
             (CARD.replace("My-Card", '"2xA"'), "matching regex"),
             (CARD + CARD.replace("My-Card", "MY_CARD"), "two GPUs have names that differ only"),
             (CARD + CARD, ""),

@@ -47,14 +47,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable:
     ("text", "n_bytes"),
     [
         ("0", 0),
-        ("7", 7),
-        ("7B", 7),
-        ("1KiB", 1024),
         ("600MiB", 600 * 2**20),
         ("1.5GiB", 3 * 2**29),
         (" 2 gib ", 2 * GIB),
-        ("1TiB", 2**40),
-        ("1KB", 1000),
         ("2MB", 2_000_000),
         ("80GB", 80_000_000_000),
         ("0.1GiB", GIB // 10),
@@ -84,11 +79,8 @@ def test_parse_bytes_is_exact(number, unit):
     [
         (None, None),
         (0, 0),
-        (4096, 4096),
-        (0.0, 0.0),
         (0.25, 0.25),
         ("5%", 0.05),
-        ("0.05", 0.05),
         ("1GiB", GIB),
         ("0", 0),
     ],
@@ -115,24 +107,14 @@ def test_a_reserve_whose_unit_was_forgotten_is_refused(value, size):
         parse_reserve(value)
 
 
-@pytest.mark.parametrize("value", [".99999999999999999999", "0.99999999999999999999"])
-def test_a_share_that_rounds_to_1_is_refused(value):
-    with raises(InputError):
-        parse_reserve(value)
-
-
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [
         (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
         (600 * 2**20, "600 MiB"),
-        (1023 * 2**20, "1023 MiB"),
         (47 * 2**29, "23.5 GiB"),
         (24 * GIB + 1, "24 GiB"),
         (-(3 * 2**29), "-1.5 GiB"),
-        (2**40, "1 TiB"),
         (123456 * 2**40, "123456 TiB"),
     ],
 )
@@ -230,47 +212,33 @@ def test_sequences_and_devices_are_renumbered():
 
 BAD_SPECS = {
     "": "empty item",
-    " ": "empty item",
     "cpu:1GiB,": "empty item",
     "gpu": "Did you mean 'cuda'",
     "simm:T4": "Did you mean 'sim'",
-    "tpu": "Did you mean 'cpu'",
     "0": "write 'cuda:0'",
     "RTX3090": "write 'sim:RTX3090'",
     "mps": "Device 'mps' is not available",
     "meta": "Device 'meta' is unknown",
     "cpu:0": "has no unit",
-    "cpu:0,1": "has no unit",
     "cpu:0GiB": "is less than one byte",
-    "cpu:1": "has no unit",
     "cpu:": "is not a size",
-    "cpu:-1GiB": "is not a size",
     "cpu:2GiB,1GiB": "write 'cpu:1GiB'",
-    "cpu,cpu": "next to other devices",
     "cpu,cpu:1GiB": "next to other devices",
     "cpu:1GiB,sim:T4": "mixes cpu and sim",
     "sim": "names no GPU",
-    "sim:": "names no GPU",
     "sim:A100": "matches several GPUs: A100-40GB, A100-80GB",
-    "sim:H100": "matches several GPUs: H100-80GB, H100-PCIe",
     "sim:RTX3091": "RTX3090",
-    "sim:3080": "RTX3080-10GB",
     "sim:xyz": "not in the catalogue of",
     "sim:2RTX3090": "GPU '2RTX3090' contains a count",
     "sim:T4+RTX 3090x2@8GiB": "write 'sim:2xRTX 3090'",
     "sim:0xRTX3090": "count '0'",
-    "sim:000xRTX3090": "count '000'",
-    "sim:-1xRTX3090": "count '-1'",
     "sim:1.5xRTX3090": "count '1.5'",
     "sim:2x": "without a GPU",
     "sim:T4+": "without a GPU",
     "sim:T4,T4": "write '+T4'",
-    "sim:T4@": "is not a size",
-    "sim:T4@0GiB": "is less than one byte",
     "sim:T4@8": "has no unit",
     "sim:T4@17GiB": "is more than the 16 GiB of a T4",
     f"sim:{MAX_DEVICES + 1}xT4": f"more than {MAX_DEVICES}",
-    "sim:600xT4+600xT4": f"more than {MAX_DEVICES}",
     "sim:600xT4,sim:600xT4": f"more than {MAX_DEVICES}",
     "sim:" + "9" * 5000 + "xT4": f"more than {MAX_DEVICES}",
     "cpu:" + "9" * 5000 + "GiB": "is not a size",
@@ -316,10 +284,6 @@ def test_any_text_is_devices_or_a_device_error(text):
         assert "\n" not in message
 
 
-def test_the_largest_spec_is_read():
-    assert len(parse_devices(f"sim:{MAX_DEVICES}xT4")) == MAX_DEVICES
-
-
 # ---------------------------------------------------------------------------------------------------------- CUDA
 
 
@@ -333,14 +297,6 @@ def test_cuda_specs(machine):
     assert (device.name, device.uuid, device.driver) == ("b", "GPU-00000001-0000-0000-0000-000000000000", "580.1")
     assert not device.budgeted
     assert parse_devices(parse_devices("cuda:2,0"))[0].index == 2
-
-
-def test_a_driver_that_is_not_told(machine):
-    def fail() -> str:
-        raise RuntimeError("Not Supported")
-
-    machine(FakeCuda(cards("a")), SimpleNamespace(nvmlSystemGetDriverVersion=fail))
-    assert list_devices()[0].driver is None
 
 
 def test_cuda_capacity_is_what_others_leave(machine):
@@ -364,8 +320,6 @@ def test_memory_that_is_the_hosts_has_what_the_host_could_free(machine, monkeypa
         "cuda:0,0",
         "cuda,cuda:1",
         "cuda:2",
-        "cuda:-1",
-        "cuda:",
         "cuda:x",
         "cuda:" + "1" * 5000,
         "cuda:0,cpu",
@@ -389,14 +343,6 @@ def test_without_a_gpu(machine):
         assert [device.label for device in found] == ["cpu"]
 
 
-def test_the_real_seams_never_raise(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = accelerator.accelerator_at()
-    assert (found.module is None) == bool(found.why_not)
-    nvml, why = accelerator.started_nvml()
-    assert (nvml is None) == bool(why)
-
-
 def test_a_gpu_that_does_not_answer(machine):
     broken = FakeCard(fails={"mem_get_info": RuntimeError("CUDA error: unspecified launch failure\nmore lines")})
     machine(FakeCuda([broken]))
@@ -408,22 +354,15 @@ def test_a_gpu_that_does_not_answer(machine):
 @pytest.mark.parametrize(
     ("capability", "arches", "build"),
     [
-        ((8, 6), NEW_ARCHES, None),
         ((8, 9), NEW_ARCHES, None),  # sm_86 runs on 8.9
-        ((12, 1), NEW_ARCHES, None),
         ((13, 0), NEW_ARCHES, None),  # from PTX
         ((8, 0), ["sm_86"], "cu126"),  # not on a lower minor version
         ((6, 1), NEW_ARCHES, "cu126"),
         ((7, 0), NEW_ARCHES, "at most 2.14"),
-        ((6, 1), ["sm_50", "sm_60", "sm_70"], None),
-        ((12, 0), ["sm_80", "sm_86", "sm_90"], "cu128"),
-        ((10, 0), ["sm_90", "sm_90a"], "cu128"),
         ((9, 0), ["sm_90a"], None),
         ((12, 1), ["sm_120a"], "cu128"),
-        ((12, 1), ["sm_120f"], None),
         ((3, 5), NEW_ARCHES, "from source"),
         ((9, 0), [], None),
-        ((9, 0), ["gfx90a"], None),
     ],
 )
 def test_architectures(capability, arches, build):
@@ -456,8 +395,6 @@ def test_several_mig_instances_are_refused(machine, monkeypatch):
     ("name", "words"),
     [
         ("NVMLError_LibraryNotFound", "no NVIDIA driver"),
-        ("NVMLError_DriverNotLoaded", "not loaded"),
-        ("NVMLError_NoPermission", "may not access"),
         ("NVMLError_LibRmVersionMismatch", "Reboot"),
         ("NVMLError_Unknown", "does not start (Unknown Error)"),
     ],

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import re
 import weakref
-from collections import OrderedDict
 
 import pytest
 import torch
 from balanced_models import (
     MODELS,
-    Echo,
     Returns,
     Unused,
     assert_same_gradients,
-    gradients,
     inputs_of,
     loss_of,
 )
@@ -29,10 +25,9 @@ from events import until
 from gpus import CARDS, KIND, card
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
-from torch.nn import functional as F
 
 from autosplit.oom import OutOfMemoryError
-from autosplit.parallel.balanced import BalancedDataParallel, data_parallel
+from autosplit.parallel.balanced import BalancedDataParallel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -99,31 +94,6 @@ class TestGradients:
         loss_of(outputs).backward()
         assert_same_gradients(module, reference, TOLERANCE)
 
-    @pytest.mark.parametrize("split", SPLITS, ids=str)
-    def test_in_single_precision(self, split):
-        module = MODELS["mlp"][0]().to(HOME)
-        reference, inputs = copy.deepcopy(module), torch.randn(BATCH, 5, device=HOME)
-        loss_of(reference(inputs)).backward()
-        loss_of(wrap(module, *split)(inputs)).backward()
-        assert_same_gradients(module, reference, 1e-6)
-
-    @pytest.mark.parametrize("split", SPLITS, ids=str)
-    def test_of_a_loss_made_in_the_module(self, split):
-        class WithLoss(nn.Linear):
-            def forward(self, x, target):
-                return F.cross_entropy(super().forward(x), target)
-
-        module = WithLoss(5, 3, dtype=torch.double, device=HOME)
-        reference = copy.deepcopy(module)
-        inputs, target = torch.randn(BATCH, 5, dtype=torch.double), torch.randint(0, 3, (BATCH,))
-        plain = reference(inputs.to(HOME), target.to(HOME))
-        plain.backward()
-        loss = wrap(module, *split)(inputs, target)
-        assert (loss.shape, loss.device, loss.dtype) == ((), HOME, torch.double)
-        torch.testing.assert_close(loss, plain)
-        loss.backward()
-        assert_same_gradients(module, reference, TOLERANCE)
-
     @pytest.mark.parametrize("where", ["cpu", CARDS[0], CARDS[1]])
     def test_of_inputs_wherever_they_are(self, where):
         module, _, inputs = made("mlp")
@@ -135,63 +105,12 @@ class TestGradients:
         torch.testing.assert_close(ours.grad, plain.grad.to(ours.device))
 
     @pytest.mark.parametrize("split", SPLITS, ids=str)
-    def test_of_what_nothing_used_change_nothing(self, split):
-        """torch's broadcast creates zero gradients on several GPUs. A plain module has no gradient."""
-        module = Unused().to(HOME)
-        loss_of(wrap(module, *split)(torch.randn(BATCH, 5))).backward()
-        assert module.unused.weight.grad is None or not module.unused.weight.grad.any()
-        assert module.used.weight.grad.any()
-
-    @pytest.mark.parametrize("split", [(2, 6), (7, 1)], ids=str)
-    def test_of_an_embedding_stay_sparse(self, split):
-        module, reference, codes = made("sparse")
-        loss_of(reference(codes)).backward()
-        loss_of(wrap(module, *split)(codes)).backward()
-        assert module.embedding.weight.grad.layout == torch.sparse_coo
-        assert_same_gradients(module, reference, TOLERANCE)
-
-    @pytest.mark.parametrize("split", SPLITS, ids=str)
-    @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
-    def test_have_the_strides_of_their_parameters(self, layout, split):
-        module = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Tanh(), nn.Conv2d(6, 2, 3)).double()
-        module = module.to(HOME, memory_format=layout)
-        reference, inputs = copy.deepcopy(module), torch.randn(BATCH, 4, 6, 6, dtype=torch.double)
-        for _ in range(2):
-            loss_of(reference(inputs.to(HOME))).backward()
-            loss_of(wrap(module, *split)(inputs)).backward()
-        assert all(parameter.grad.stride() == parameter.stride() for parameter in module.parameters())
-        assert_same_gradients(module, reference, TOLERANCE)
-
-    @pytest.mark.parametrize("split", SPLITS, ids=str)
-    def test_a_penalty_on_gradients_outlives_the_graph_it_came_from(self, split):
-        module, reference, points = made("mlp")
-
-        def penalty(model):
-            inputs = points.clone().requires_grad_()
-            outputs = model(inputs)
-            (grads,) = torch.autograd.grad(outputs, inputs, torch.ones_like(outputs), create_graph=True)
-            del outputs
-            return (grads.norm(dim=1) - 1).pow(2).mean()
-
-        penalty(reference).backward()
-        penalty(wrap(module, *split)).backward()
-        ours, theirs = gradients(module), gradients(reference)
-        for name, grad in theirs.items():  # a bias that no derivative depends on has zeros on several GPUs
-            torch.testing.assert_close(ours[name], grad)
-
-    @pytest.mark.parametrize("split", SPLITS, ids=str)
     @pytest.mark.parametrize("dtype", [torch.double, torch.cdouble], ids=str)
     def test_against_differences_once_and_twice(self, split, dtype):
         wrapped = wrap(Returns(lambda x: (x * x.sin(), x**2)), *split)
         inputs = torch.randn(BATCH, 2, dtype=dtype, device=HOME, requires_grad=True)
         assert gradcheck(wrapped, (inputs,))
         assert gradgradcheck(wrapped, (inputs,))
-
-    @pytest.mark.parametrize("split", SPLITS, ids=str)
-    def test_against_differences_by_a_buffer_that_requires_grad(self, split):
-        module, _, inputs = made("grad_buffer")
-        wrapped = wrap(module, *split)
-        assert gradcheck(lambda _: wrapped(inputs), (module.scale,))
 
     @pytest.mark.cuda  # the emulated devices have no complex tensors
     def test_complex_outputs_are_complex(self):
@@ -221,6 +140,14 @@ class TestGradients:
         torch.testing.assert_close(module[1].running_mean, theirs[1].running_mean)
         torch.testing.assert_close(module[1].running_var, theirs[1].running_var)
 
+    @pytest.mark.parametrize("split", SPLITS, ids=str)
+    def test_of_what_nothing_used_change_nothing(self, split):
+        """torch's broadcast creates zero gradients on several GPUs. A plain module has no gradient."""
+        module = Unused().to(HOME)
+        loss_of(wrap(module, *split)(torch.randn(BATCH, 5))).backward()
+        assert module.unused.weight.grad is None or not module.unused.weight.grad.any()
+        assert module.used.weight.grad.any()
+
 
 class TestBatchNorm:
     @pytest.mark.parametrize("split", [(2, 6), (6, 2), (0, 8), (8, 0)], ids=str)
@@ -240,15 +167,6 @@ class TestBatchNorm:
         torch.testing.assert_close(module[1].running_mean, first[1].running_mean)
         torch.testing.assert_close(module[1].running_var, first[1].running_var)
 
-    @pytest.mark.parametrize("split", [(2, 6), (0, 8)], ids=str)
-    def test_stays_in_evaluation(self, split):
-        module = nn.BatchNorm1d(4).to(HOME).eval()
-        buffers = {name: id(buffer) for name, buffer in module.named_buffers()}
-        wrap(module, *split)(torch.randn(BATCH, 4))
-        assert module.num_batches_tracked == 0
-        assert not module.running_mean.any()
-        assert {name: id(buffer) for name, buffer in module.named_buffers()} == buffers
-
 
 class TestDevices:
     @pytest.mark.parametrize("split", SPLITS, ids=str)
@@ -265,78 +183,11 @@ class TestDevices:
             loss_of(outputs).backward()
             assert_same_gradients(module, reference, TOLERANCE)
 
-    @pytest.mark.parametrize("split", SPLITS, ids=str)
-    @pytest.mark.parametrize("kind", [int, card, lambda index: f"{KIND}:{index}"], ids=["number", "device", "name"])
-    def test_outputs_go_where_they_are_wanted(self, kind, split):
-        module, reference, inputs = made("mlp")
-        plain = reference(inputs)
-        (loss_of(plain) + plain.mean()).backward()
-        wrapped = wrap(Both(module), *split, output_device=kind(CARDS[1]))
-        outputs, mean = wrapped(inputs)
-        assert outputs.device == mean.device == card(CARDS[1])
-        torch.testing.assert_close(outputs, plain.to(card(CARDS[1])))
-        (loss_of(outputs) + mean).backward()
-        assert_same_gradients(module, reference, TOLERANCE)
-
-    @pytest.mark.parametrize("kind", [int, card, lambda index: f"{KIND}:{index}"], ids=["number", "device", "name"])
-    def test_by_number_by_name_and_by_object(self, kind):
-        module, inputs = nn.Linear(10, 5).to(HOME), torch.randn(20, 10)
-        outputs = data_parallel(module, inputs, 2, [kind(index) for index in CARDS], kind(CARDS[0]))
-        torch.testing.assert_close(outputs, module(inputs.to(HOME)))
-
     def test_moved_after_it_was_wrapped(self):
         """The order of common scripts: wrap first, then call .cuda()."""
         wrapped = BalancedDataParallel(2, nn.Linear(5, 3), list(CARDS)).to(card(CARDS[0]))
         inputs = torch.randn(BATCH, 5)
         torch.testing.assert_close(wrapped(inputs), wrapped.module(inputs.to(HOME)))
-
-    def test_each_chunk_is_on_its_device_down_to_the_last_tensor(self):
-        seen = []
-
-        class Looks(nn.Linear):
-            def forward(self, tree, *, mask):
-                parts = (tree["x"], tree["deep"][0], tree["deep"][1]["y"], mask, self.weight)
-                seen.append((len(tree["x"]), type(tree), {part.device for part in parts}))
-                return super().forward(tree["x"])
-
-        x, mask = torch.zeros(BATCH, 3), torch.zeros(BATCH, 4)
-        wrap(Looks(3, 2).to(HOME), 2, 6)(OrderedDict(x=x, deep=(x, {"y": x})), mask=mask)
-        assert sorted(seen, key=lambda it: it[0]) == [
-            (size, OrderedDict, {card(index)}) for size, index in zip((2, 6), CARDS, strict=True)
-        ]
-
-    @pytest.mark.parametrize(("batch", "sizes"), [(1, [1]), (2, [1, 1]), (3, [1, 2]), (16, [4, 12])])
-    def test_a_flag_beside_a_short_batch(self, batch, sizes):
-        module = Echo().to(HOME)
-        outputs = wrap(module, 2, 6)(torch.arange(batch), flag=True)
-        assert outputs.tolist() == list(range(batch))
-        assert sorted(len(args[0]) for args, _ in module.calls) == sizes
-        assert all(kwargs == {"flag": True} for _, kwargs in module.calls)
-
-    def test_without_inputs_the_first_device_runs_it(self):
-        calls = []
-
-        class Constant(nn.Linear):
-            def forward(self):
-                calls.append(self.weight.device)
-                return self.weight * 2
-
-        module = Constant(2, 2).to(HOME)
-        loss_of(wrap(module, 0, 8)()).backward()
-        assert module.weight.grad.any()
-        assert calls == [HOME]
-
-
-class Both(nn.Module):
-    """Return the mean of a module's outputs."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x):
-        outputs = self.module(x)
-        return outputs, outputs.mean()
 
 
 class TestInsideReplicas:
@@ -352,39 +203,6 @@ class TestInsideReplicas:
             seen, outputs = witnessed(see, *split)
         assert seen == [(True, dtype, dtype)] * sum(1 for size in split if size)
         assert outputs.dtype == dtype
-
-    def test_autocast_is_off_where_it_is_off(self):
-        seen, outputs = witnessed(lambda module, x: torch.is_autocast_enabled(KIND))
-        assert seen == [False, False]
-        assert outputs.dtype == torch.float32
-
-    def test_autocast_inside_the_forward(self):
-        def see(module, x):
-            with torch.autocast(KIND, dtype=torch.bfloat16):
-                return module.body[0](x).dtype
-
-        seen, outputs = witnessed(see)
-        assert seen == [torch.bfloat16] * 2
-        assert outputs.dtype == torch.float32
-
-    @pytest.mark.parametrize("split", SPLITS, ids=str)
-    def test_gradients_under_autocast(self, split):
-        module = MODELS["mlp"][0]().to(HOME)
-        reference, inputs = copy.deepcopy(module), torch.randn(BATCH, 5, device=HOME)
-        for model, call in ((reference, reference), (module, wrap(module, *split))):
-            with torch.autocast(KIND, dtype=torch.bfloat16):
-                outputs = call(inputs)
-            loss_of(outputs.float()).backward()
-            assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
-        assert_same_gradients(module, reference, 0.03)  # a sum of bfloat16 gradients, in another order
-
-    @pytest.mark.parametrize("grad", [True, False])
-    @pytest.mark.parametrize("split", [(2, 6), (0, 8)], ids=str)
-    def test_grad_mode(self, split, grad):
-        with torch.set_grad_enabled(grad):
-            seen, outputs = witnessed(lambda module, x: (torch.is_grad_enabled(), module.body(x).requires_grad), *split)
-        assert set(seen) == {(grad, grad)}
-        assert outputs.requires_grad is grad
 
     @pytest.mark.parametrize("split", [(2, 6), (0, 8), (8, 0)], ids=str)
     def test_inference_mode(self, split):
@@ -406,44 +224,6 @@ class TestInsideReplicas:
             outputs = wrap(module, *split)(inputs)
         assert set(module.seen) == {True}
         assert outputs.device == HOME
-
-    def test_the_default_device_of_another_kind(self):
-        inputs, module = torch.randn(BATCH, 5), Witness(lambda module, x: torch.zeros(1).device.type).to(HOME)
-        with torch.device("meta"):
-            wrap(module, 2, 6)(inputs)
-        assert module.seen == ["meta", "meta"]
-
-    def test_lists_and_dicts_of_parameters_are_there(self):
-        module, _, inputs = made("listed")
-        seen = []
-
-        class Looks(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.inner = module
-
-            def forward(self, x):
-                inner = self.inner
-                seen.append((len(inner.weights), inner.weights[2].device == x.device, list(inner.named)))
-                return inner(x)
-
-        wrap(Looks(), 2, 6)(inputs)
-        assert seen == [(3, True, ["scale"])] * 2
-
-    @pytest.mark.parametrize("grad", [True, False])
-    def test_they_can_be_saved(self, grad):
-        def see(module, x):
-            stream = io.BytesIO()
-            torch.save(module.body, stream)
-            return stream.tell() > 1000
-
-        with torch.set_grad_enabled(grad):
-            assert witnessed(see)[0] == [True, True]
-
-    def test_they_say_that_zeroing_their_gradients_does_nothing(self):
-        # Catch around the whole call, because warning filters belong to the process and not to a thread.
-        with pytest.warns(UserWarning, match=r"zero_grad\(\) .*has no effect"):
-            witnessed(lambda module, x: module.zero_grad())
 
     @pytest.mark.parametrize("with_backward", [True, False])
     @pytest.mark.parametrize("split", [(2, 6), (0, 8)], ids=str)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from balanced_models import BATCH, RUNS, TOLERANCE, assert_same_gradients, gradients, joined, tracked, wrap
+from balanced_models import BATCH, RUNS, TOLERANCE, assert_same_gradients, joined, wrap
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -141,12 +141,6 @@ class TestAnyNesting:
     def test_outputs_are_the_plain_modules(self, tree, more, n, dim, given_shares):
         assert_mirrors(tree, more, n, dim, given_shares)
 
-    @settings(max_examples=60)
-    @given(TREES, st.integers(1, 12), st.sampled_from([0, 1]), shares())
-    def test_and_so_they_are_inside_a_tracker(self, tree, n, dim, given_shares):
-        with tracked(given_shares[0]):
-            assert_mirrors(tree, tree, n, dim, given_shares)
-
     @settings(max_examples=100)
     @given(st.integers(1, 40), shares())
     def test_chunks_are_the_batch_in_order(self, n, given_shares):
@@ -209,14 +203,6 @@ class TestContainers:
 
         joined(answer, 1, 3, 4)
         assert [len(part.logits) for part in kept] == [1, 3, 4]
-
-    def test_keys_in_another_order_are_the_same_keys(self, run):
-        def outputs(x):
-            return {"a": x, "b": -x} if len(x) == 2 else {"b": -x, "a": x}
-
-        whole = joined(outputs, 2, 3, run=run)
-        assert list(whole) == ["a", "b"]
-        assert torch.equal(whole["a"], -whole["b"])
 
 
 # Losses
@@ -282,11 +268,6 @@ def both_ways(combine, split, run, dtype=torch.float32, batch=None, outer=lambda
     return loss, plain, module, reference
 
 
-def relative_error(module, reference) -> float:
-    ours, theirs = (torch.cat([grad.flatten() for grad in gradients(model).values()]) for model in (module, reference))
-    return float((ours - theirs).norm() / theirs.norm())
-
-
 @pytest.mark.parametrize("split", LOSS_SPLITS, ids=str)
 class TestLosses:
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -318,14 +299,6 @@ class TestLosses:
 
         _, _, module, reference = both_ways(mean_of_tokens, split, run, batch=batch, reduce=share)
         assert_same_gradients(module, reference, 1e-6)
-
-    @pytest.mark.parametrize(
-        ("combine", "wrong"), [(mean_of_tokens, "samples"), (sum_of_tokens, "samples"), (mean_over_samples, "sum")]
-    )
-    def test_weighted_wrongly_are_far_off(self, combine, wrong, split, run):
-        """Otherwise the tests above could not fail."""
-        _, _, module, reference = both_ways(combine, split, run, reduce=wrong)
-        assert relative_error(module, reference) > 0.1
 
     @pytest.mark.parametrize("combine", [mean_of_tokens, mean_by_a_mask])
     def test_of_a_device_with_nothing_but_padding_count_for_nothing(self, combine, split, run):

@@ -48,15 +48,6 @@ def test_time_first_outputs_are_refused_if_the_times_are_a_multiple_of_the_sampl
         wrap(TimeFirst(), *split)(torch.randn(6, 12, 5))
 
 
-def test_a_table_with_twice_as_many_rows_as_samples_is_refused():
-    class Table(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.new_zeros(8, 3)
-
-    with raises(WorkloadError, "0"):
-        wrap(Table(), 4, 4)(torch.randn(8, 6))
-
-
 def test_a_nested_tensor_is_refused():
     nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged)
     with raises(WorkloadError, "inputs[0]"):

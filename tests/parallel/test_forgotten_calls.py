@@ -168,18 +168,6 @@ def test_a_loss_that_is_divided_by_hand_is_one_warning(scale: Callable[[torch.Te
     )
 
 
-def test_other_factors_of_a_loss_are_silent() -> None:
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in make_plan((2, 1), 6).steps(DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=3)):
-        for inputs, targets in step:
-            first = nn.functional.mse_loss(model(inputs), targets)
-            second = nn.functional.l1_loss(model(inputs), targets)
-            step.backward((first + second) / 2 if step.index % 2 else first * 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def test_steps_of_an_ended_epoch_are_an_error() -> None:
     """`made = plan.steps(loader)` before the loop over epochs trained only the first epoch, without a message."""
     made = make_plan((2, 1), 3).steps(DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=3))

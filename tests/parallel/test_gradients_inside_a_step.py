@@ -43,14 +43,6 @@ def adaptive_weight(model: nn.Module, inputs: Tensor) -> Tensor:
     return first + (norms[0] / (norms[1] + 1e-4)).detach() * second
 
 
-def balanced_norms(model: nn.Module, inputs: Tensor) -> Tensor:
-    """GradNorm: the norms of the gradients are part of the loss."""
-    shared = parameters_of(model)[0]
-    losses = losses_of(model(inputs), inputs)
-    norms = [torch.autograd.grad(loss, shared, create_graph=True)[0].norm() for loss in losses]
-    return sum(losses, torch.zeros(())) + (norms[0] - norms[1]).abs()
-
-
 def projected(model: nn.Module, inputs: Tensor) -> Tensor:
     """PCGrad and MGDA: the losses are weighted by products of their gradients over all parameters."""
     losses = losses_of(model(inputs), inputs)
@@ -67,12 +59,6 @@ def gradient_penalty(model: nn.Module, inputs: Tensor) -> Tensor:
     return losses_of(model(inputs), inputs)[0] + 10 * ((grad.norm(dim=1) - 1) ** 2).mean()
 
 
-def penalty_on_the_gradient(model: nn.Module, inputs: Tensor) -> Tensor:
-    loss = losses_of(model(inputs), inputs)[0]
-    grads = torch.autograd.grad(loss, parameters_of(model), create_graph=True)
-    return loss + 0.1 * sum((grad.pow(2).sum() for grad in grads), torch.zeros(()))
-
-
 def curvature(model: nn.Module, inputs: Tensor) -> Tensor:
     """AdaHessian and Hutchinson's trace: gradients of gradients."""
     loss = losses_of(model(inputs), inputs)[0]
@@ -82,7 +68,7 @@ def curvature(model: nn.Module, inputs: Tensor) -> Tensor:
     return loss * (1 + sum((product.abs().mean() for product in products), torch.zeros(())).detach())
 
 
-KINDS = [curvature, adaptive_weight, balanced_norms, projected, gradient_penalty, penalty_on_the_gradient]
+KINDS = [curvature, adaptive_weight, projected, gradient_penalty]
 
 
 def train(model: nn.Module, batches: list[Tensor], loss_of, budgets=nullcontext) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autosplit.errors import InputError
 from autosplit.parallel.balanced import BalancedDataParallel
-from autosplit.parallel.batch_sampler import LeftOutWarning, ScheduledBatchSampler, StepSchedule
+from autosplit.parallel.batch_sampler import LeftOutWarning, ScheduledBatchSampler
 from autosplit.parallel.epoch_steps import steps
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.solve.split import micro_batch_sizes
@@ -105,26 +105,6 @@ class TestScheduledBatchSampler:
             assert step.num_samples == effective_batch_size
             assert step.micro_batch_sizes == micro_batch_sizes(effective_batch_size, batch_size)
 
-    def test_the_schedule(self) -> None:
-        sampler = ScheduledBatchSampler(23, 4, 10)
-        assert sampler.schedule == (
-            StepSchedule((4, 4, 2), 10),
-            StepSchedule((4, 4, 2), 10),
-            StepSchedule((3,), 3),
-        )
-        assert list(sampler)[2:4] == [[8, 9], [10, 11, 12, 13]]
-        assert all(type(i) is int for batch in ScheduledBatchSampler(9, 4, 4, shuffle=True) for i in batch)
-
-    def test_epochs_differ_and_repeat(self) -> None:
-        sampler = ScheduledBatchSampler(50, 4, 10, shuffle=True, seed=3)
-        first = list(sampler)
-        assert list(sampler) == first
-        sampler.set_epoch(1)
-        assert list(sampler) != first
-        assert list(ScheduledBatchSampler(50, 4, 10, shuffle=True, seed=4)) == list(sampler)
-        sampler.set_epoch(0)
-        assert list(sampler) == first
-
     def test_global_random_state_is_neither_read_nor_changed(self) -> None:
         sampler = ScheduledBatchSampler(50, 4, 10, shuffle=True)
         torch.manual_seed(1)
@@ -145,10 +125,6 @@ class TestScheduledBatchSampler:
     def test_bad_sizes(self, arguments: tuple[Any, ...]) -> None:
         with raises(InputError):
             ScheduledBatchSampler(*arguments)
-
-    def test_bad_epoch(self) -> None:
-        with raises(InputError, "epoch", "-1"):
-            ScheduledBatchSampler(23, 4, 10).set_epoch(-1)
 
 
 class TestEpochs:
@@ -181,37 +157,9 @@ class TestEpochs:
         loader = self.loader()
         assert self.walked(loader, 10) == self.walked(loader)[:10]
 
-    def test_one_that_is_chosen_is_walked(self) -> None:
-        loader = self.loader()
-        first = self.walked(loader)
-        loader.batch_sampler.set_epoch(0)  # type: ignore[union-attr]
-        assert self.walked(loader) == first
-
-    def test_an_epoch_that_had_ended_when_it_was_saved_is_followed_by_the_next(self) -> None:
-        loader, resumed = self.loader(), self.loader()
-        self.walked(loader)
-        resumed.batch_sampler.load_state_dict(loader.batch_sampler.state_dict())  # type: ignore[union-attr]
-        assert self.walked(resumed) == self.walked(loader)
-
     def test_one_that_is_left_after_its_last_step_has_ended(self) -> None:
         loader, chosen = self.loader(), self.loader()
         assert len(self.walked(loader, NUM_SAMPLES)) == NUM_SAMPLES
-        chosen.batch_sampler.set_epoch(1)  # type: ignore[union-attr]
-        assert self.walked(loader) == self.walked(chosen)
-
-    def test_a_position_that_is_chosen_behind_the_end_is_kept(self) -> None:
-        loader = self.loader()
-        first = self.walked(loader)
-        loader.batch_sampler.resume(10)  # type: ignore[union-attr]
-        assert self.walked(loader) == first[10:]
-
-    def test_one_that_is_chosen_in_the_last_step_is_walked(self) -> None:
-        loader, chosen = self.loader(), self.loader()
-        for step in steps(loader, batch_size=4, effective_batch_size=10):
-            for _ in step:
-                step.backward(torch.zeros(1, requires_grad=True))
-            if step.index == 2:
-                loader.batch_sampler.set_epoch(1)  # type: ignore[union-attr]
         chosen.batch_sampler.set_epoch(1)  # type: ignore[union-attr]
         assert self.walked(loader) == self.walked(chosen)
 
@@ -232,14 +180,6 @@ class TestGradients:
         parts = [(torch.arange(a, b), INPUTS[a:b], TARGETS[a:b]) for a, b in [(0, 3), (3, 4), (4, 12), (12, 13)]]
         # 3 + 1 + 8 exceeds the effective batch of 10 by 2. Then the loader ends.
         assert [len(indices) for indices in check_gradients(parts, 4, 10)] == [12, 1]
-
-    def test_with_workers(self) -> None:
-        loader = sampled_loader(4, 10, num_workers=2)
-        loader.batch_sampler.resume(10)
-        seen = check_gradients(loader, 4, 10)
-        assert [len(indices) for indices in seen] == [10, 3]
-        expected = list(ScheduledBatchSampler(NUM_SAMPLES, 4, 10, shuffle=True, seed=5))[3:]
-        assert [i for indices in seen for i in indices] == [i for batch in expected for i in batch]
 
     def test_token_means(self) -> None:
         # A mean over labels without padding is exact if micro-batches are weighted by these labels.
@@ -281,15 +221,6 @@ class TestGradients:
             nothing.backward((parameter * batch).mean())
         assert nothing.loss == 0
         assert parameter.grad == 1
-
-    def test_a_scaler_scales(self) -> None:
-        parameter = torch.ones((), requires_grad=True)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        step = OptimizerStep([1.0, 3.0], [1, 1])
-        for batch in step:
-            step.backward(parameter * batch, scaler)
-        assert parameter.grad == 16
-        assert step.loss == 2
 
 
 class TestCounting:
@@ -347,15 +278,6 @@ class TestCounting:
         with raises(InputError, "5"):
             steps([0], batch_size=4, effective_batch_size=8, count=5)
 
-    def test_a_schedule_is_followed_without_a_look_into_the_batch(self) -> None:
-        loader = DataLoader(range(9), batch_sampler=ScheduledBatchSampler(9, 2, 5), collate_fn=str)
-        batches = []
-        for step in steps(loader, batch_size=2, effective_batch_size=5):
-            for batch in step:
-                batches.append(batch)
-                step.backward(torch.ones((), requires_grad=True))
-        assert batches == ["[0, 1]", "[2, 3]", "[4]", "[5, 6]", "[7, 8]"]
-
 
 def finish(step: OptimizerStep) -> OptimizerStep:
     for _ in step:
@@ -412,13 +334,6 @@ class TestMistakes:
                     if when == "after the backward":
                         module.zero_grad()
 
-    def test_no_backward_for_the_last(self) -> None:
-        step = next(self.make())
-        with raises(InputError):
-            for number, _ in enumerate(step):
-                if number < 2:
-                    step.backward(self.LOSS)
-
     def test_an_inner_loop_left_early(self) -> None:
         made = self.make()
         step = next(made)
@@ -428,19 +343,10 @@ class TestMistakes:
         with raises(InputError, "0", "1", "3"):
             next(made)
 
-    def test_a_step_never_iterated(self) -> None:
-        with raises(InputError, "0", "3"):
-            list(self.make())
-
     def test_a_step_iterated_twice(self) -> None:
         step = finish(next(self.make()))
         with raises(InputError, "0"):
             next(iter(step))
-
-    def test_backward_outside_the_loop(self) -> None:
-        step = next(self.make())
-        with raises(InputError):
-            step.backward(self.LOSS)
 
     @pytest.mark.parametrize(
         ("loss", "message"), [(torch.zeros(4), r"loss is of shape \(4,\)"), (0.5, "loss is a float")]
@@ -484,6 +390,22 @@ class TestMistakes:
         with raises(InputError):
             for step in steps(loader, batch_size=4, effective_batch_size=10):
                 finish(step)
+
+    def test_no_backward_for_the_last(self) -> None:
+        step = next(self.make())
+        with raises(InputError):
+            for number, _ in enumerate(step):
+                if number < 2:
+                    step.backward(self.LOSS)
+
+    def test_backward_outside_the_loop(self) -> None:
+        step = next(self.make())
+        with raises(InputError):
+            step.backward(self.LOSS)
+
+    def test_a_step_never_iterated(self) -> None:
+        with raises(InputError, "0", "3"):
+            list(self.make())
 
 
 class ShortLoader:

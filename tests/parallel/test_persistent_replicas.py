@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-import pickle
 import random
-import weakref
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
@@ -14,22 +11,18 @@ from functools import partial
 import balanced_models
 import pytest
 import torch
-from balanced_models import gradients, wrap
 from balanced_models import loss_of as mean_loss
+from balanced_models import wrap
 from gpus import CARDS, KIND, card
 from raised import raises
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 from autosplit.errors import InputError
 from autosplit.oom import OutOfMemoryError
-from autosplit.parallel.accumulation import Accumulation, current_accumulation
+from autosplit.parallel.accumulation import current_accumulation
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.epoch_steps import steps
-from autosplit.parallel.parallel_apply import _outputs_of_gpus
-from autosplit.parallel.persistent_replicas import KeptReplicas
-from autosplit.parallel.tensor_copies import GpuCopies
 from autosplit.runtime.memory_tracker import Tracker
 
 SPLITS = [(4, 6, 6), (1, 2, 13), (0, 8, 8), (16, 0, 0), (0, 0, 16)]
@@ -162,56 +155,6 @@ class TestGradients:
         reference.zero_grad()
         mean_loss(reference(torch.cat(batches))).backward()
         assert_same_gradients(module, reference)
-
-    def test_parameters_loaded_between_micro_steps(self):
-        reference, other = mlp(), mlp()
-        module = copy.deepcopy(reference)
-        first, second = batches_of(16, 16)
-        for model, batch in ((reference, first), (other, second)):
-            (mean_loss(model(batch)) / 2).backward()
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            with wrapped.no_sync():
-                (mean_loss(wrapped(first)) / 2).backward()
-            module.load_state_dict(other.state_dict())
-            (mean_loss(wrapped(second)) / 2).backward()
-        for one, two, both in zip(*(m.parameters() for m in (reference, other, module)), strict=True):
-            torch.testing.assert_close(both.grad, one.grad + two.grad)
-
-    def test_a_part_is_frozen_between_micro_steps(self):
-        first, second = batches_of(16, 16)
-
-        def train(model, module, within):
-            with within():
-                mean_loss(model(first)).backward()
-            module[0].requires_grad_(False)
-            mean_loss(model(second)).backward()
-
-        assert_as_plain(train)
-
-    def test_a_backward_twice_through_the_last_forward(self):
-        first, second = batches_of(16, 16)
-
-        def train(model, _, within):
-            with within():
-                mean_loss(model(first)).backward()
-            loss = mean_loss(model(second))
-            loss.backward(retain_graph=True)
-            loss.backward()
-
-        assert_as_plain(train)
-
-    def test_a_penalty_on_the_parameters_between(self):
-        """An added gradient must not count as a cleared gradient."""
-        first, second = batches_of(16, 16)
-
-        def train(model, module, within):
-            with within():
-                mean_loss(model(first)).backward()
-                sum(parameter.square().sum() for parameter in module.parameters()).backward()
-            mean_loss(model(second)).backward()
-
-        assert_as_plain(train, (0, 8, 8))
 
     @pytest.mark.parametrize("split", [(4, 6, 6), (0, 8, 8)], ids=str)
     def test_batch_norm_moves_in_every_micro_step(self, split):
@@ -407,20 +350,6 @@ class TestUsersLoops:
             wrapped.zero_grad()
             wrapped(batches_of(16)[0])
 
-    def test_a_layer_that_is_swapped_out_for_a_micro_step(self):
-        batches = batches_of(16, 16, 16)
-
-        def train(model, module, within):
-            first, other = module[0], nn.Linear(5, 8).double()
-            other.load_state_dict(first.state_dict())
-            for index, batch in enumerate(batches):
-                module[0] = other if index == 1 else first
-                with within() if index < 2 else nullcontext():
-                    mean_loss(model(batch)).backward()
-            module[0] = first
-
-        assert_as_plain(train)
-
 
 class TestCopies:
     @staticmethod
@@ -440,18 +369,6 @@ class TestCopies:
         assert (plain["parameter"], plain["gradient"]) == (4 * 2 * 4, 4 * 2 * 4)
         assert kept["input"] == plain["input"]
 
-    def test_an_evaluation_between_micro_steps_sees_the_values(self):
-        first, second = batches_of(16, 16)
-
-        def train(model, module, within):
-            with within():
-                mean_loss(model(first)).backward()
-            with torch.no_grad():
-                torch.testing.assert_close(model(second), module(second))
-            mean_loss(model(second)).backward()
-
-        assert_as_plain(train)
-
     def test_memory_of_replicas_is_free_when_nothing_is_accumulated(self):
         module = nn.Linear(256, 256).double()
         with tracked() as tracker:
@@ -467,35 +384,6 @@ class TestCopies:
             with torch.no_grad():
                 wrapped(inputs)
             assert tracker.live_bytes[1:] == before
-
-    def test_nothing_is_kept_where_the_chunks_share_the_module(self):
-        wrapped = wrap(mlp(), 4, 6, 6)
-        accumulate(wrapped, batches_of(16, 16))
-        assert wrapped._kept is None
-
-    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
-    def test_a_copy_of_the_wrapper_waits_for_nothing(self, duplicate):
-        module = mlp()
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            with wrapped.no_sync():
-                mean_loss(wrapped(batches_of(16)[0])).backward()
-            twin = duplicate(wrapped)
-        assert twin._kept is None
-        assert not wrapped._kept.waiting  # its gradients were reduced before the copy
-        assert module[0].weight.grad is not None
-
-    def test_no_reference_cycle(self):
-        with tracked():
-            wrapped = wrap(mlp(), 4, 6, 6)
-            accumulate(wrapped, batches_of(16, 16))
-            kept = weakref.ref(wrapped._kept)
-            gc.disable()
-            try:
-                del wrapped
-                assert kept() is None
-            finally:
-                gc.enable()
 
 
 class TestTwoForwards:
@@ -573,30 +461,6 @@ class TestClearing:
             accumulate(wrapped, batches)
         assert_same_gradients(module, reference)
 
-    def test_the_wrappers_own(self):
-        module = mlp()
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            with wrapped.no_sync():
-                mean_loss(wrapped(batches_of(16)[0])).backward()
-            wrapped.zero_grad()
-            wrapped.synchronize()
-        assert gradients(module) == {}
-
-    def test_synchronize(self):
-        reference = mlp()
-        module = copy.deepcopy(reference)
-        (batch,) = batches_of(16)
-        mean_loss(reference(batch)).backward()
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            wrapped.synchronize()  # nothing waits
-            with wrapped.no_sync():
-                mean_loss(wrapped(batch)).backward()
-            wrapped.synchronize()
-            wrapped.synchronize()
-        assert_same_gradients(module, reference)
-
     def test_an_update_of_half_a_gradient_is_refused(self):
         module, other = mlp(), mlp()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -615,16 +479,6 @@ class TestClearing:
             optimizer.step()
         assert not torch.equal(before["0.weight"], module[0].weight)
 
-    def test_a_dropped_wrapper_refuses_nothing(self):
-        module = mlp()
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            with wrapped.no_sync():
-                mean_loss(wrapped(batches_of(16)[0])).backward()
-            del wrapped
-            gc.collect()
-            torch.optim.SGD(module.parameters(), lr=0.1).step()
-
     @pytest.mark.filterwarnings("ignore:Using backward")
     @pytest.mark.parametrize("last", [True, False])
     def test_a_graph_of_gradients_is_refused(self, last):
@@ -638,12 +492,6 @@ class TestClearing:
                 loss = mean_loss(wrapped(batches_of(16)[0]))
             with raises(InputError):
                 loss.backward(create_graph=True)
-
-    def test_an_error_in_the_middle_ends_no_sync(self):
-        wrapped = wrap(mlp(), 4, 6, 6)
-        with pytest.raises(ArithmeticError), wrapped.no_sync():
-            raise ArithmeticError
-        assert wrapped._syncs
 
     def test_out_of_memory_when_gradients_come_home_names_the_device(self):
         module = nn.Linear(64, 64, bias=False).double()
@@ -722,13 +570,6 @@ class TestSteps:
         mean_loss(reference(batch)).backward()
         assert_same_gradients(module, reference)
 
-    def test_a_step_of_one_micro_step_is_an_ordinary_one(self):
-        module = mlp()
-        with tracked():
-            wrapped = wrap(module, 4, 6, 6)
-            self.train(wrapped, module, batches_of(16, 16), batch_size=16, effective_batch_size=16)
-            assert wrapped._kept is None
-
 
 class TestWalks:
     @pytest.mark.parametrize("sizes", [(3, 3), (3, 2), (2, 3)])
@@ -747,86 +588,6 @@ class TestWalks:
             for iterated in (one, other):
                 assert next(iterated.running, None) is None
         assert current_accumulation() is None
-
-
-class TestAccumulation:
-    def test_nested(self):
-        outer, inner = Accumulation(), Accumulation()
-        assert current_accumulation() is None
-        with outer.running(is_last=False):
-            with inner.running(is_last=True):
-                assert current_accumulation() is inner
-            assert current_accumulation() is outer
-            assert (outer.is_last, inner.is_last) == (False, True)
-        assert current_accumulation() is None
-
-    def test_each_keeper_is_told_once(self):
-        told = []
-
-        class Keeper:
-            def synchronize(self):
-                told.append(self)
-
-        step, keeper = Accumulation(), Keeper()
-        step.join(keeper)
-        step.join(keeper)
-        step.finish()
-        step.finish()
-        assert told == [keeper]
-
-
-class TestLosses:
-    def test_a_scalar_loss(self):
-        class WithLoss(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.body = nn.Linear(5, 3).double()
-
-            def forward(self, x):
-                return F.mse_loss(self.body(x), x[:, :3])
-
-        reference = WithLoss()
-        module = copy.deepcopy(reference)
-        batches = batches_of(16, 16, 4)
-        reference(torch.cat(batches)).backward()
-        with tracked():
-            accumulate(wrap(module, 4, 6, 6), batches, loss=lambda loss: loss)
-        assert_same_gradients(module, reference)
-
-
-class TestBetweenGpus:
-    """Copies between GPUs, simulated with CPU tensors: contents and destinations, with a separate copy for a device
-    used twice.
-    """
-
-    @staticmethod
-    def run(module, sizes, monkeypatch):
-        cpus = (torch.device("cpu"),) * 3
-
-        def apply(replicas, args, kwargs, devices):
-            return [replica(*a, **k) for replica, a, k in zip(replicas, args, kwargs, strict=True)]
-
-        monkeypatch.setattr(nn.parallel, "parallel_apply", apply)
-        kept = KeptReplicas(GpuCopies(cpus))
-        for index, batch in enumerate(sizes):
-            chunks = [((part,), {}) for part in batch]
-            active = [position for position, part in enumerate(batch) if len(part)]
-            given = [chunks[position] for position in active]
-            whole = torch.cat(_outputs_of_gpus(module, cpus, active, given, kept))
-            kept.watch([whole], last=index == len(sizes) - 1)
-            mean_loss(whole).backward()
-        return kept
-
-    @pytest.mark.parametrize("shares", [(4, 6, 6), (0, 8, 8), (4, 0, 12)], ids=str)
-    def test_the_gradient_is_that_of_the_whole_step(self, shares, monkeypatch):
-        reference = Mixed().double()
-        module = copy.deepcopy(reference)
-        batches = batches_of(16, 16, 16)
-        for batch in batches:
-            mean_loss(reference(batch)).backward()
-        kept = self.run(module, [batch.split(shares) for batch in batches], monkeypatch)
-        assert_same_gradients(module, reference)
-        assert not kept.waiting
 
 
 @pytest.mark.gpu
@@ -850,18 +611,6 @@ class TestOnGpus:
         wrapped = BalancedDataParallel(None, module, list(CARDS), split=split)
         accumulate(wrapped, batches)
         assert_same_gradients(module, reference)
-
-    @pytest.mark.parametrize("split", [(2, 6), (0, 8)], ids=str)
-    def test_training_is_that_of_one_gpu(self, split):
-        home = card(CARDS[0])
-        reference = mlp().to(home)
-        module = copy.deepcopy(reference)
-        wrapped = BalancedDataParallel(None, module, list(CARDS), split=split)
-        batches = [batch.to(home) for batch in batches_of(8, 8, 8, 8, 8, 3)]
-        for model, owner in ((wrapped, module), (reference, reference)):
-            TestSteps.train(model, owner, batches, batch_size=8, effective_batch_size=32)
-        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs)
 
     def test_half_precision_does_not_keep_old_weights(self):
         """Autocast caches casts of leaves. The next step must not use old casts."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from balanced_models import MODELS, TOLERANCE, assert_same_gradients, inputs_of, loss_of
@@ -73,29 +71,12 @@ def test_gradients_are_those_of_the_plain_module(name, split, comm):
     }
 
 
-def test_dense_gradients_are_added_up_together(comm):
-    """One by one, a hundred small tensors would take a hundred copies."""
-    module = MODELS["mlp"][0]()
-    loss_of(run(module, torch.randn(16, 5), (4, 6, 6))).backward()
-    assert comm.reduced == len(list(module.parameters()))
-
-
 def test_what_is_frozen_gets_no_gradient_anywhere(comm):
     """torch's Broadcast makes zeros of the size of every frozen weight, on each GPU and once more on the first."""
     module = nn.Sequential(nn.Linear(5, 64), nn.Linear(64, 3))
     module[0].requires_grad_(False)
     loss_of(run(module, torch.randn(16, 5), (4, 6, 6))).backward()
     assert comm.reduced == 2
-
-
-def test_second_derivatives(comm):
-    reference = MODELS["mlp"][0]().double()
-    module = copy.deepcopy(reference)
-    inputs = torch.randn(16, 5, dtype=torch.float64)
-    for model, outputs in ((reference, reference(inputs)), (module, run(module, inputs, (4, 6, 6)))):
-        grads = torch.autograd.grad(loss_of(outputs), list(model.parameters()), create_graph=True)
-        sum(grad.square().sum() for grad in grads).backward()
-    assert_same_gradients(module, reference, 1e-10)
 
 
 def test_a_gpu_used_twice_has_buffers_of_its_own(comm):
@@ -109,13 +90,6 @@ def test_a_gpu_used_twice_has_buffers_of_its_own(comm):
     second.running_mean.add_(1)
     assert module.num_batches_tracked == 0
     assert not module.running_mean.any()
-
-
-def test_a_gpu_used_twice_has_kept_copies_of_its_own():
-    between = GpuCopies(CPUS)
-    tensor = torch.zeros(3)
-    assert between.copy(tensor, 1, "parameter").data_ptr() != tensor.data_ptr()
-    assert between.name_of(1) == "cpu"
 
 
 def test_many_small_tensors_travel_together(monkeypatch):

@@ -132,26 +132,6 @@ def test_a_run_that_keeps_its_checkpoint_on_the_card_fits():
     assert not resumed(int(1.2 * found.batch_size), limit_bytes)
 
 
-@pytest.mark.slow
-def test_a_transformer_that_generates():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=64, bos_token_id=None, eos_token_id=None
-    )
-    ids = torch.randint(1, 64, (4, 8))
-    given = Workload(
-        transformers.GPT2LMHeadModel(config),
-        {"input_ids": ids, "labels": ids},
-        optimizer=torch.optim.AdamW,
-        evaluate=lambda model, batch: model.generate(batch["input_ids"], max_new_tokens=24, do_sample=False),
-    )
-    real, predicted = (
-        find_ceiling(given, device, role="eval", max_batch_size=256) for device in ("cpu:3MiB", "sim:T4@3MiB")
-    )
-    assert real.confirmed
-    assert 1 < real.batch_size == predicted.batch_size < 256
-
-
 def test_evaluation_beside_sparse_state():
     """SparseAdam got dense zero gradients, which it rejects."""
     given = Workload(

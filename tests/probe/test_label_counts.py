@@ -61,11 +61,6 @@ def test_calls_are_recorded(name):
     assert [(one.is_special, one.is_mean) for one in found] == expected
 
 
-def test_a_label_mean_is_told_in_words():
-    assert str(LabelMean(1, False, -100, WEIGHTS)) == "the class weights of the labels that are not -100"
-    assert str(LabelMean(1, True, 7, None)) == "labels that are not 7, without the first label of each sequence"
-
-
 COUNT = "float(class_weights[batch[1][batch[1] != -100]].sum())"
 
 

@@ -9,7 +9,7 @@ import torch
 from marks import for_release, slow
 from noted import kinds
 from raised import raises
-from workloads import ALL, branching, cnn, mlp, small, without_fakes
+from workloads import ALL, cnn, mlp, small, without_fakes
 
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import InputError
@@ -186,25 +186,10 @@ class TestOffTheTrace:
         with pytest.raises(OutOfMemoryError):
             runtime.peaks(StepShape(((found.batch_size + 1,),)))
 
-    def test_a_step_that_only_bends_late_costs_one_failure(self, tracer):
-        runtime = StandIn(tracer, [capacity_for(tracer, 300)], offset=lambda n: 400 * max(0, n - 200))
-        found = ceiling_of(Prober(runtime, tracer, 4096), 0, "primary")
-        assert found.ooms <= 1
-        runtime.peaks(StepShape(((found.batch_size,),)))
-        with pytest.raises(OutOfMemoryError):
-            runtime.peaks(StepShape(((found.batch_size + 1,),)))
-
     def test_a_peak_that_falls_with_the_batch_gives_a_line_without_slope(self, tracer):
         """A plan with -64 bytes per sample was refused after the whole tuning."""
         prober = Prober(StandIn(tracer, [capacity_for(tracer, 300)]), tracer, 4096)
         assert prober.line(lambda n: 10_000 - 64 * n, 8) == (10_000 - 64 * 8, 0)
-
-    def test_the_points_say_what_ran(self, tracer):
-        found = ceiling_of(Prober(StandIn(tracer, [capacity_for(tracer, 300)]), tracer, 4096), 0, "primary")
-        ran = {n: nbytes for n, nbytes, real in found.points if real}
-        assert ran[found.batch_size] == found.peak_bytes
-        assert len(ran) == found.steps - 1, "the optimizer's state appeared in one more"
-        assert [n for n, _, _ in found.points] == sorted(n for n, _, _ in found.points)
 
 
 class TestKernelLimits:
@@ -246,19 +231,8 @@ class TestEqualDevices:
         assert 0 < second.batch_size < first.batch_size
         assert second.ooms == 1
 
-    def test_others_are_not_taken_for_equal(self, tracer):
-        runtime = StandIn(tracer, [capacity_for(tracer, 300), capacity_for(tracer, 260)])
-        prober = Prober(runtime, tracer, 4096)
-        assert [ceiling_of(prober, index, "rank").steps for index in range(2)] == [3, 2]
-
 
 class TestUnfakeable:
-    @pytest.mark.parametrize("device", ["sim:RTX3090@1MiB", "cpu:1MiB"])
-    @pytest.mark.parametrize("workload", [branching, without_fakes])
-    def test_has_a_ceiling(self, workload, device):
-        found = find_ceiling(workload(), device, role="primary", max_batch_size=64)
-        assert found.batch_size == 64
-
     @pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:1MiB,cpu:1MiB"])
     def test_the_plan_says_so(self, devices):
         plan = tune(without_fakes(), devices=devices, max_batch_size=8, n_trials=2, profile="off")

@@ -66,13 +66,6 @@ def test_without_a_trace_real_steps_tell():
     assert median(card.ooms for _, _, card in cases) <= 1
 
 
-def test_what_an_equal_device_ran_is_run_at_once():
-    search = WallSearch(lambda n: 1000.0 * n, 50_000, least=1, most=100, start=4, known=40)
-    assert search.next() == 40
-    search.ran(40, 40_000, 40_000, 3)
-    assert search.next() == 50
-
-
 def test_a_process_that_died_says_nothing_of_bytes():
     search = WallSearch(lambda n: 10.0 * n, 50_000, least=1, most=1000, start=4, known=800)
     search.ran_out(800)

@@ -30,7 +30,7 @@ from autosplit.probe import primary_memory
 from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.probe.prober import Prober
 from autosplit.runtime import accelerator
-from autosplit.runtime.accelerator import AcceleratorRuntime, _failed_gpu
+from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.protocol import StepMemory, StepShape
 from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracer import Tracer, make_tracer
@@ -38,25 +38,6 @@ from autosplit.tuning.tune import tune
 from autosplit.workload.workload import Workload
 
 MIB = 2**20
-
-
-GPUS = [torch.device("cuda", 2), torch.device("cuda", 0)]
-
-
-@pytest.mark.parametrize(
-    ("error", "position"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of"), 1),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 2 has a total capacity of"), 0),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of"), None),
-        (RuntimeError("CUDA error: out of memory"), None),
-        (OutOfMemoryError("full", device="cuda:0"), 1),
-        (OutOfMemoryError("full on GPU 0", device="cuda:7"), None),
-        (OutOfMemoryError("GPU 2 is full"), 0),
-    ],
-)
-def test_the_gpu_that_is_full_is_found_in_the_message(error, position):
-    assert _failed_gpu(error, GPUS) == position
 
 
 class FakeBackEnd:
@@ -375,12 +356,6 @@ class TestOneDevice:
                 runtime.peaks(StepShape(((8,),)))
             del runtime._guarded
             assert runtime.peaks(StepShape(((4,),)))[0] > 0
-
-    def test_a_measured_step(self):
-        with running(f"{KIND}:0", small()) as runtime:
-            found = runtime.measure(StepShape(((8,), (8,))), budget_s=0.1)
-        assert found.seconds > found.update_s > 0
-        assert found.peak_bytes[0] > 0
 
     def test_its_batches_are_pinned(self, monkeypatch):
         """Pageable batches took 10% to 30% of an image model's step, on one GPU after another."""

@@ -56,13 +56,6 @@ def is_there(pid):
 # Calls
 
 
-def test_calls_are_answered_by_one_process(child):
-    assert child.call("add", 2, 3) == 5
-    pid, parent = child.call("pids")
-    assert (pid, parent) == (child.pid, os.getpid())
-    assert child.call("pids") == (pid, parent)
-
-
 def test_what_is_larger_than_a_pipe_is_sent_too(make):
     content = os.urandom(3 * 2**20)
     assert make(partial(Errand, content)).call("has") == content

@@ -18,13 +18,11 @@ from autosplit.devices.spec import parse_devices
 from autosplit.errors import WorkloadError
 from autosplit.runtime import prepare
 from autosplit.runtime.affine_traces import AffineTraces
-from autosplit.runtime.data_dependent import DataDependent
 from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.memory_tracker import Tracker
-from autosplit.runtime.op_cost import op_cost
 from autosplit.runtime.prepare import Followed
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.sample_values import SampleValues, UnknownValueError, replayed
+from autosplit.runtime.sample_values import replayed
 from autosplit.runtime.tracer import Tracer, _traced_once, make_tracer
 from autosplit.workload.workload import Workload
 
@@ -70,12 +68,6 @@ def ctc_of_padded(model, batch):
     return F.ctc_loss(log_probs, labels.clamp(0), torch.full((len(x),), LENGTH), (labels >= 0).sum(-1))
 
 
-def ctc_of_python_lengths(model, batch):
-    x, labels = batch
-    log_probs = model(x).log_softmax(-1).transpose(0, 1)
-    return F.ctc_loss(log_probs, labels.clamp(0), [LENGTH] * len(x), [3] * len(x))
-
-
 def masked_positions(x):
     return (torch.arange(LENGTH) % 3 == 0).expand(len(x), LENGTH)
 
@@ -84,14 +76,7 @@ def masked_head(model, batch):
     return model(batch[0]).pow(2).mean()
 
 
-def masked_places(model, batch):
-    return model(batch[0]).pow(2).mean()
-
-
-SELECTIONS = {
-    masked_head: masked_positions,
-    masked_places: lambda x: torch.nonzero(masked_positions(x), as_tuple=True),
-}
+SELECTIONS = {masked_head: masked_positions}
 """Rows that the head is applied to. Other losses use all rows."""
 
 
@@ -107,30 +92,9 @@ def repeated_rows(model, batch):
     return model(x.flatten(0, 1).repeat_interleave(counts, 0)[None]).pow(2).mean()
 
 
-def counted_labels(model, batch):
-    x, labels = batch
-    counts = torch.bincount(labels[0, :2].clamp(0))
-    return model(x).pow(2).mean() * counts.sum()
-
-
-def logged(model, batch):
-    loss = model(batch[0]).pow(2).mean()
-    assert loss.item() >= 0
-    return loss
-
-
 def guarded(model, batch):
     loss = model(batch[0]).pow(2).mean()
     return loss * 2 if loss > 1e9 else loss
-
-
-def matched(model, batch):
-    """As DETR's matcher: costs go to the CPU as numbers, and come back as indices."""
-    outputs = model(batch[0])
-    costs = outputs[..., :3].detach().cpu().tolist()
-    places = [[max(range(LENGTH), key=lambda query: cost[query][target]) for target in range(3)] for cost in costs]
-    chosen = outputs[torch.arange(len(outputs))[:, None], torch.tensor(places)]
-    return chosen.pow(2).mean() + outputs.mean()
 
 
 def matched_in_numpy(model, batch):
@@ -142,18 +106,13 @@ def matched_in_numpy(model, batch):
 LOSSES = {
     ctc_of_selected: "aten.masked_select",
     ctc_of_padded: "aten._ctc_loss",
-    ctc_of_python_lengths: "aten._ctc_loss",  # torch makes real tensors of the lists
     masked_head: "aten.nonzero",
-    masked_places: "aten.nonzero",
     unique_labels: "aten._unique2",
     repeated_rows: "aten.repeat_interleave",
-    counted_labels: "aten.bincount",
-    logged: "aten._local_scalar_dense",
     guarded: "aten._local_scalar_dense",
-    matched: "aten._local_scalar_dense",
     matched_in_numpy: ".numpy()",
 }
-BOUNDED = {loss: LOSSES[loss] for loss in (ctc_of_selected, ctc_of_padded, masked_head, masked_places, unique_labels)}
+BOUNDED = {loss: LOSSES[loss] for loss in (ctc_of_selected, ctc_of_padded, masked_head, unique_labels)}
 """Losses whose shapes give an upper bound."""
 
 
@@ -308,13 +267,6 @@ class TestAdafactor:
         assert "optimizer-reads-values" in kinds(tracer.assumptions())
         assert peaks(tracer, 8) == peaks(Tracer(described, fake=False, like_gpu=False), 8)
 
-    def test_of_transformers_reads_numbers_that_decide_no_shape(self):
-        optimizers = pytest.importorskip("transformers.optimization")
-        described = workload(lambda model, batch: model(batch[0]).pow(2).mean(), optimizer=optimizers.Adafactor)
-        tracer, why_real = make_tracer(described, like_gpu=False)
-        assert why_real is None
-        assert peaks(tracer, 8) == peaks(Tracer(described, fake=False, like_gpu=False), 8)
-
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
 class TestGroupedProducts:
@@ -335,95 +287,3 @@ class TestGroupedProducts:
             groups = None if offsets is None else torch.empty(offsets, dtype=torch.int32)
             found = torch._grouped_mm(left, right, offs=groups)
             assert (tuple(found.shape), found.dtype, tracker.device_of(found)) == (shape, dtype, 0)
-
-    def test_cost_a_product_of_each_row(self):
-        rows, weights = torch.empty(24, 8, device="meta"), torch.empty(3, 8, 16, device="meta")
-        (cost,) = op_cost(torch.ops.aten._grouped_mm.default, (rows, weights), {}, torch.empty(24, 16, device="meta"))
-        assert cost.flops == 2 * 24 * 8 * 16
-        assert cost.product == (24, 16, 8, 1)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("implementation", ["grouped_mm", for_release("eager")])
-    def test_of_a_mixtral_in_float32(self, implementation):
-        transformers = pytest.importorskip("transformers", minversion="5.0")
-        config = transformers.MixtralConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            vocab_size=64,
-            num_local_experts=4,
-            experts_implementation=implementation,
-        )
-        ids = torch.randint(0, 64, (2, 16))
-        described = Workload(
-            transformers.MixtralForCausalLM(config),
-            {"input_ids": ids, "labels": ids},
-            compute_loss=lambda model, batch: model(**batch).loss,
-            optimizer=torch.optim.AdamW,
-        )
-        assert make_tracer(described, like_gpu=True)[1] is None
-        tracer = replaying(described) if implementation == "eager" else Tracer(described, fake=True, like_gpu=False)
-        real = Tracer(described, fake=False, like_gpu=False)
-        for samples in (2, 9):
-            (fake_bytes,), (real_bytes,) = peaks(tracer, samples), peaks(real, samples)
-            assert 0.98 * real_bytes <= fake_bytes <= 1.05 * real_bytes
-
-
-class TestSampleValues:
-    @staticmethod
-    def recorded(elements: int, rows: int, elements_twice: int) -> SampleValues:
-        values = SampleValues()
-        rows_of(values, elements, noted=rows)
-        values.phase = "twice"
-        rows_of(values, elements_twice, noted=rows)
-        values.phase = "replay"
-        return values
-
-    def test_rows_of_a_sample_are_rounded_up(self):
-        """Five rows for two samples are two and a half each. The trace counts three for each sample."""
-        values = self.recorded(20, 5, 40)
-        for split, elements, rows in (((2,), 20, 6), ((5,), 50, 15), ((1,), 10, 3), ((1031,), 10310, 3093)):
-            values.begin(split)
-            assert rows_of(values, elements) == rows
-
-    def test_rows_of_an_input_that_does_not_grow_stay(self):
-        """Three of four experts have tokens, at any batch."""
-        values = self.recorded(4, 3, 4)
-        values.begin((2,))
-        assert rows_of(values, 4) == 3
-
-    def test_values_are_repeated_as_samples_are(self):
-        values = SampleValues()
-        next_values(values, 2, noted=[1, 2])
-        values.phase = "replay"
-        for _ in range(2):  # each step begins with the first
-            values.begin((3,))
-            assert next_values(values, 3).tolist() == [1, 2, 1]
-            assert next_values(values, 3).tolist() == [2, 1, 2]
-
-    def test_a_line_that_read_nothing_is_an_error(self):
-        with pytest.raises(UnknownValueError, match=r"test_data_dependent\.py"):
-            SampleValues().values(1, "aten.item")
-
-
-def rows_of(values: SampleValues, elements: int, noted: int | None = None):
-    """Record or replay rows. Both use one line, because each line of code has its own record."""
-    return values.note_rows("nonzero", elements, noted) if noted else values.rows("nonzero", elements, grows=True)
-
-
-def next_values(values: SampleValues, count: int, noted: list[int] | None = None):
-    return values.note_values(noted) if noted else values.values(count, "aten.item")
-
-
-def test_other_errors_pass_through():
-    with fake_mode(), pytest.raises(RuntimeError, match=r"reduction dim|cannot be multiplied"):
-        DataDependent().run(torch.ops.aten.mm.default, (torch.empty(2, 3), torch.empty(2, 3)), {})
-    found = torch.ops.aten.nonzero.default(torch.tensor([0, 1]))
-    assert torch.equal(DataDependent().run(torch.ops.aten.nonzero.default, (torch.tensor([0, 1]),), {}), found)
-
-
-def test_an_operator_without_a_bound_needs_a_recorded_step():
-    with fake_mode(), pytest.raises(RuntimeError, match="repeat_interleave"):
-        DataDependent().run(torch.ops.aten.repeat_interleave.Tensor, (torch.ones(3, dtype=torch.int64),), {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import workloads
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from autosplit.runtime.data_dependent import DataDependent
@@ -14,7 +14,6 @@ from autosplit.runtime.fake_results import FakeResults
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracer import Tracer
-from autosplit.torch_versions import FakeTensor
 from autosplit.workload.workload import Workload
 
 
@@ -26,61 +25,6 @@ class Counted(DataDependent):
     def run(self, func, args, kwargs):
         self.count += 1
         return super().run(func, args, kwargs)
-
-
-def described(value):
-    if isinstance(value, Tensor):
-        assert type(value) is FakeTensor
-        storage = value.untyped_storage().nbytes()
-        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, storage
-    return tuple(map(described, value)) if isinstance(value, (tuple, list)) else value
-
-
-CALLS = {
-    "a new tensor": (lambda x: x * 2, True),
-    "an integer and a float": (lambda x: (x.int() * 2, x.int() * 2.0), True),
-    "a product in channels-last": (
-        lambda x: F.conv2d(x.to(memory_format=torch.channels_last), torch.ones(3, 4, 1, 1)),
-        False,
-    ),
-    "views": (lambda x: (x.view(-1), x.transpose(0, 1), x[1:], x.expand(2, *x.shape)), True),
-    "in place": (lambda x: x.clone().add_(1).mul_(2), True),
-    "several outputs": (lambda x: F.max_pool2d(x, 2, return_indices=True), True),
-    "a split": (lambda x: x.split(2), False),
-    "a loss that keeps its input's memory": (lambda x: F.mse_loss(x, x + 1), False),
-    "rows by values": (lambda x: x[x > 0], False),
-    "a resize": (lambda x: x.clone().resize_(2, 2), False),
-    "dropout": (lambda x: F.dropout(x, 0.5), True),
-}
-
-
-@pytest.mark.parametrize(("call", "is_known"), CALLS.values(), ids=list(CALLS))
-@pytest.mark.parametrize("grad", [False, True])
-def test_a_repeated_call_returns_what_the_operator_returns(call, is_known, grad):
-    counted, results = Counted(), FakeResults()
-    with fake_mode(), torch.set_grad_enabled(grad):
-        inputs = [torch.empty(4, 4, 8, 8) for _ in range(3)]
-        counts, found = [], []
-        for number, values in enumerate(inputs):
-            before = counted.count
-            with Tracker(
-                ["device 0"], [None], data_dependent=counted, fake_results=results if number else None
-            ) as tracker:
-                tracker.adopt(values, 0)
-                outputs = call(values)
-                found.append((described(outputs), tracker.peak_bytes, tracker.live_bytes))
-            counts.append(counted.count - before)
-    assert found[0] == found[1] == found[2]
-    assert (counts[2] == 0) is is_known
-
-
-def test_a_view_shares_the_memory_of_its_own_input():
-    results = FakeResults()
-    with fake_mode(), Tracker(["device 0"], [None], fake_results=results) as tracker:
-        for _ in range(2):
-            values = torch.empty(4, 4)
-            tracker.adopt(values, 0)
-            assert values.view(-1).untyped_storage()._cdata == values.untyped_storage()._cdata
 
 
 def test_a_known_number_is_not_forgotten():

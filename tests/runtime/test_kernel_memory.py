@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch.nn import functional as F
 
 from autosplit import Workload, torch_versions
 from autosplit.devices.catalog import gpu_catalog
-from autosplit.oom import OutOfMemoryError
 from autosplit.runtime import kernel_memory
 from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.gpu_kernels import GpuKernels
@@ -169,13 +167,6 @@ def test_flash_adds_up_the_gradients_of_grouped_queries():
     assert grouped == (*plain, *[Block(4 * 8 * LENGTH * 64 * 2)] * 2)
 
 
-def test_the_efficient_forward_accumulates_wide_halves_only():
-    forward = aten._scaled_dot_product_efficient_attention.default
-    for dtype, width, expected in ((torch.float16, 256, 1), (torch.float16, 128, 0), (torch.float32, 256, 0)):
-        query = heads_of(2, 4, width, dtype)
-        assert len(temporary_blocks(forward, (query, query, query), None, H100)) == expected
-
-
 class TestSums:
     def test_groups_are_bounded_by_the_gpu(self):
         """See Note [Temporary blocks]."""
@@ -187,27 +178,6 @@ class TestSums:
             16_896: 264 * 2**19,
             100_000: 264 * 2**19,
         }
-
-    def test_smaller_gpus_have_fewer_groups(self):
-        bounds = [summed(meta(100_000, 1024), kernels=one)[0].limited_bytes for one in (H100, A100, RTX4090, T4)]
-        assert bounds == [264 * 2**19, 216 * 2**19, 213 * 2**19, 72 * 2**19]
-
-    @pytest.mark.parametrize(
-        ("values", "over"),
-        [
-            (meta(64, 1024), (1,)),  # along memory
-            (meta(64, 256, 1024), (0,)),  # two dimensions are left
-            (meta(64, 1024).t(), (0,)),
-            (meta(64, 32, 8, 8), (0, 2, 3)),  # channels are not last in memory
-            (meta(64, 4), (0,)),  # never 1 MiB
-            (meta(64, 1024), (0, 1)),
-        ],
-    )
-    def test_other_sums_take_next_to_nothing(self, values, over):
-        assert summed(values, over) == ()
-
-    def test_a_sum_of_all_has_no_dimensions(self):
-        assert temporary_blocks(aten.sum.default, (meta(64, 1024),), None, H100) == ()
 
     def test_a_convolution_sums_the_gradient_of_its_bias(self):
         grad = meta(8, 64, 32, 32).to(memory_format=torch.channels_last)
@@ -225,12 +195,6 @@ def test_the_largest_gpus_of_the_catalogue_are_known():
         capability = round(10 * float(spec.compute_capability))
         if spec.multiprocessors is not None and capability in kernel_memory._GPUS:
             assert spec.multiprocessors <= kernel_memory._GPUS[capability][0], spec.name
-
-
-def test_operators_without_a_formula_take_nothing():
-    assert temporary_blocks(aten.add.Tensor, (), None, H100) == ()
-    assert temporary_blocks(object(), (), None, H100) == ()
-    assert workspaces(aten.add.Tensor, (), H100) == {}
 
 
 class TestWorkspaces:
@@ -276,42 +240,6 @@ class TestTracker:
             assert [one.nbytes for one in seen.entries()[-2:]] == [scores.nbytes, -scores.nbytes]
             assert seen.peak_account(0) == {"activations": seen.peak_bytes[0]}
 
-    def test_blocks_are_charged_within_their_limits_and_entered_whole(self):
-        for rows in (1000, 200_000):
-            values = torch.zeros(rows, 128)
-            with tracker() as seen:
-                seen.adopt(values, 0)
-                made = values.sum(0)
-                (block,) = summed(values)
-                assert block.limited_bytes < block.nbytes
-                assert seen.peak_bytes[0] == seen.live_bytes[0] + block.limited_bytes
-                assert made.shape == (128,)
-                assert [(one.nbytes, one.limits) for one in seen.entries()[-2:]] == [
-                    (block.nbytes, block.limits),
-                    (-block.nbytes, block.limits),
-                ]
-
-    def test_a_block_that_does_not_fit_raises_and_is_gone(self):
-        scores = torch.rand(8, 64)
-        with tracker(capacity=3 * scores.nbytes - 1) as seen:
-            seen.adopt(scores, 0)
-            with pytest.raises(OutOfMemoryError, match="2048 bytes, and 4096 of the 6143 allowed bytes are in use"):
-                aten._softmax_backward_data(scores, scores, -1, torch.float32)
-            assert seen.live_bytes[0] == rounded(scores.nbytes)
-
-    def test_a_workspace_is_there_once_for_each_device_and_thread(self):
-        with tracker(2) as seen:
-            for device in (0, 1):
-                weight, inputs = torch.rand(64, 64, requires_grad=True), torch.rand(64, 64)
-                seen.adopt(weight, device)
-                seen.adopt(inputs, device)
-                held = seen.live_bytes[device]
-                made = inputs @ weight @ weight
-                assert seen.live_bytes[device] == held + WORKSPACE + 2 * rounded(made.nbytes)
-                made.sum().backward()
-                assert [one.nbytes for one in seen.workspaces() if one.device == device] == [WORKSPACE] * 2
-            assert [one.device for one in seen.workspaces()] == [0, 0, 1, 1]
-
     def test_a_workspace_counts_from_the_start_of_the_step(self):
         """The peak may come before the first product, because an earlier step has left the workspace."""
         large, small = torch.rand(2**20), torch.rand(8, 8)
@@ -323,33 +251,6 @@ class TestTracker:
             small @ small
             assert seen.peak_bytes[0] == 8 * 2**20 + 2 * 512 + WORKSPACE
             assert sum(seen.peak_account(0).values()) == seen.peak_bytes[0]
-
-    def test_a_workspace_that_does_not_fit_raises(self):
-        small = torch.rand(8, 8)
-        with tracker(capacity=WORKSPACE) as seen:
-            seen.adopt(small, 0)
-            with pytest.raises(OutOfMemoryError, match=f"requested {WORKSPACE} bytes"):
-                small @ small
-
-    def test_an_update_that_is_repeated_brings_its_workspace(self):
-        small = torch.rand(8, 8)
-        with tracker() as seen:
-            seen.adopt(small, 0)
-            repeat = seen.repeatable(lambda: torch.mm(small, small, out=torch.empty(8, 8)))
-        assert repeat is not None
-        with tracker() as other:
-            repeat(other)
-            repeat(other)
-            assert other.workspaces() == seen.workspaces()
-            assert other.peak_bytes[0] >= WORKSPACE
-
-    def test_nothing_is_charged_without_kernels(self):
-        scores = torch.rand(8, 64)
-        with Tracker(["cpu:0"], [None]) as seen:
-            seen.adopt(scores, 0)
-            made = aten._softmax_backward_data(scores @ scores.t() @ scores, scores, -1, torch.float32)
-            assert seen.workspaces() == ()
-            assert seen.peak_bytes[0] <= 3 * rounded(made.nbytes)
 
 
 def perceptron(width: int, depth: int = 4) -> Workload:
@@ -394,26 +295,3 @@ class TestTraces:
         predicted = AffineTraces(traced(perceptron(512, 2), H100))
         assert traced_parts(predicted, shape) == traced_parts(traced(perceptron(512, 2), H100), shape)
         assert not predicted.given_up
-
-    def test_a_step_that_accumulates_is_predicted_too(self):
-        shape = StepShape(((300,), (300,)))
-        predicted = AffineTraces(traced(perceptron(512, 2), H100))
-        assert traced_peaks(predicted, shape) == traced_peaks(traced(perceptron(512, 2), H100), shape)
-
-    def test_two_devices_have_workspaces_of_their_own(self):
-        shape = StepShape(((8, 8),))
-        with_them, without = (traced_peaks(traced(perceptron(64), one), shape) for one in (H100, None))
-        assert all(a - b >= 2 * WORKSPACE for a, b in zip(with_them, without, strict=True))
-
-    def test_later_steps_count_them_again_and_settle(self):
-        tracer = traced(perceptron(64), H100)
-        first = tracer.trace(StepShape(((8,),)))
-        assert tracer.runs <= 2, "workspaces are no growth of what a step leaves"
-        assert not tracer.trainee.left
-        again = tracer.trace(replace(StepShape(((8,),)), accumulates=True))
-        for trace in (first, again):
-            assert [one.nbytes for one in trace.entries[:2]] == [WORKSPACE] * 2
-
-    def test_evaluation_has_no_backward_thread(self):
-        trace = traced(perceptron(64), H100).trace(StepShape(((8,),), "eval"))
-        assert sum(one.nbytes == WORKSPACE for one in trace.entries) == 1

@@ -29,15 +29,6 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 16), torch.randint(4, (8,))
 
 
-class Weighted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, outputs, targets):
-        return F.cross_entropy(outputs * self.weight, targets)
-
-
 def penalty(model: nn.Module, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs, targets) + 1e-3 * sum(p.pow(2).sum() for p in model.parameters())
 
@@ -101,15 +92,6 @@ def test_a_teacher_in_training_mode(devices, is_bound):
     before = everything_of(teacher)
     run_all(devices, Workload(net(), batch(), compute_loss=trainer.loss if is_bound else distilled))
     assert_untouched(before, teacher)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [for_release(DEVICES[0]), DEVICES[1]])
-def test_a_loss_with_weights_of_its_own(devices):
-    loss = Weighted().requires_grad_(False)  # parameters outside of the model must not train
-    before = everything_of(loss)
-    run_all(devices, Workload(net(), batch(), loss_fn=loss))
-    assert_untouched(before, loss)
 
 
 @pytest.mark.parametrize("devices", DEVICES)

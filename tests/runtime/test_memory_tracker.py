@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import random
-import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +11,8 @@ import workloads
 from marks import for_release
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from autosplit.devices.transfer import HOST, adopt_module, transfer
+from autosplit.devices.transfer import transfer
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.runtime.fake_copy import fake_mode
@@ -78,19 +74,6 @@ class TestCounting:
             assert tracker.live_bytes == [2048]
             assert all(tracker.device_of(view) == 0 for view in views)
 
-    def test_a_view_keeps_its_storage(self):
-        with follow() as tracker:
-            view = (placed(tracker, 128) * 2)[:1]
-            assert tracker.live_bytes == [512]
-            del view
-            assert tracker.live_bytes == [0]
-
-    def test_what_was_never_adopted_is_the_hosts(self):
-        with follow() as tracker:
-            tensor = torch.ones(1000) * 2
-            assert tracker.device_of(tensor) == HOST
-            assert tracker.live_bytes == [0]
-
     def test_a_tensor_of_the_host_that_an_op_takes_beside_a_placed_one_has_to_be_there_too(self):
         """An average of the weights in a plain dict did not count, so the ceiling did not fit."""
         average = torch.zeros(256)
@@ -107,38 +90,6 @@ class TestCounting:
             del average
             assert tracker.live_bytes == [1024]
 
-    def test_adopting_twice_counts_once_and_stays(self):
-        with follow(2) as tracker:
-            tensor = placed(tracker, 128)
-            tracker.adopt(tensor, 1)
-            tracker.adopt(tensor[3:], 0)
-            assert tracker.live_bytes == [512, 0]
-            assert tracker.device_of(tensor) == 0
-
-    def test_outputs_are_where_the_inputs_are(self):
-        with follow(2) as tracker:
-            made = placed(tracker, 128, device=1) * 2
-            assert tracker.device_of(made) == 1
-            several = torch.cat([made, made])
-            split, _ = torch.sort(several)
-            assert tracker.device_of(split) == 1
-
-    def test_in_place_resizing_is_followed(self):
-        with follow() as tracker:
-            tensor = placed(tracker, 128)
-            torch.add(tensor.expand(4, 128), 1, out=(out := torch.empty(0)))
-            assert tracker.device_of(out) == 0
-            assert tracker.live_bytes == [512 + 2048]
-            tensor.resize_(1024)
-            assert tracker.live_bytes == [4096 + 2048]
-
-    def test_reset_peak(self):
-        with follow() as tracker:
-            tensor = placed(tracker, 128)
-            tensor + 1
-            tracker.reset_peak()
-            assert tracker.peak_bytes == [512]
-
     def test_sparse_is_its_indices_and_values(self):
         with follow() as tracker:
             dense = placed(tracker, 64, 64)
@@ -151,19 +102,6 @@ class TestCounting:
             gc.collect()
             assert tracker.live_bytes[0] == before
 
-    def test_sparse_gradients_are_followed_and_freed(self):
-        module = nn.Embedding(50, 64, sparse=True)
-        with follow(2) as tracker:
-            adopt_module(tracker, module, 0)
-            before = list(tracker.live_bytes)
-            wrapped = BalancedDataParallel(None, module, ["cpu"] * 2, split=(2, 6))
-            wrapped(torch.randint(0, 50, (8, 4))).sum().backward()
-            assert module.weight.grad.is_sparse
-            assert tracker.device_of(module.weight.grad) == 0
-            assert tracker.live_bytes[0] > before[0]
-            module.zero_grad(set_to_none=True)
-            assert tracker.live_bytes == before
-
 
 class TestProvisional:
     def test_charged_when_it_meets_a_placed_tensor(self):
@@ -174,98 +112,6 @@ class TestProvisional:
             assert tracker.device_of(mask) == 1
             assert tracker.live_bytes == [0, 1536]
             del made
-
-    def test_a_scalar_counts_last(self):
-        with follow(2) as tracker:
-            scalar = torch.tensor(2.0)
-            tracker.adopt(scalar, 0)
-            assert tracker.device_of(scalar * placed(tracker, 128, device=1)) == 1
-            assert tracker.device_of(torch.zeros(128) * scalar) == 0
-
-    def test_never_placed_is_never_charged(self):
-        with follow() as tracker:
-            made = torch.arange(100) * 2
-            assert tracker.live_bytes == [0]
-            del made
-
-    def test_over_capacity_when_placed(self):
-        with follow(1, 1000) as tracker:
-            big = torch.zeros(4, 10_000)
-            with pytest.raises(OutOfMemoryError):
-                placed(tracker, 4, 1) + big
-            del big
-            gc.collect()
-            assert tracker.live_bytes == [0]  # the placed() context has ended
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant: bool):
-        super().__init__()
-        self.first, self.inner = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-        self.use_reentrant = use_reentrant
-
-    def run(self, x):
-        mask = torch.ones(x.shape[-1])  # created in the recomputed part: on no device until it is used
-        return self.inner(x * mask)
-
-    def forward(self, x):
-        return checkpoint(self.run, self.first(x), use_reentrant=self.use_reentrant)
-
-
-class Places:
-    """Records ops whose placed, non-scalar inputs are on different devices."""
-
-    def __init__(self):
-        self.tracker = None
-        self.mixed = []
-        self.ops = [0, 0]
-
-    def on_op(self, device, func, args, kwargs, outputs, known):
-        self.ops[device] += 1
-        places = {self.tracker.device_of(value) for value in args if isinstance(value, Tensor) and value.dim() > 0}
-        if len(places - {HOST}) > 1:
-            self.mixed.append(func)
-
-    def on_transfer(self, source, destination, nbytes, purpose):
-        pass
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_mixes_no_devices(use_reentrant):
-    module = Checkpointed(use_reentrant)
-    reference = copy.deepcopy(module)
-    inputs = torch.randn(12, 16)
-    reference(inputs).pow(2).sum(1).mean().backward()
-    places = Places()
-    with follow(3, observer=places) as tracker:
-        places.tracker = tracker
-        places.ops.append(0)
-        adopt_module(tracker, module, 0)
-        before = list(tracker.live_bytes)
-        wrapped = BalancedDataParallel(None, module, ["cpu"] * 3, split=(2, 5, 5))
-        wrapped(inputs).pow(2).sum(1).mean().backward()
-        assert all(places.ops)
-        assert places.mixed == []
-        gradient = module.inner[0].weight.grad
-        module.zero_grad(set_to_none=True)
-        assert tracker.live_bytes[0] - rounded(gradient.untyped_storage().nbytes()) == before[0]
-        assert tracker.live_bytes[1:] == before[1:]
-    torch.testing.assert_close(gradient, reference.inner[0].weight.grad)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_saves_memory(use_reentrant):
-    peaks = []
-    for module in (Checkpointed(use_reentrant), nn.Sequential(*Checkpointed(use_reentrant).children())):
-        with follow() as tracker:
-            adopt_module(tracker, module, 0)
-            blocks = [BalancedDataParallel(None, module, ["cpu"])] * 4
-            x = torch.randn(64, 16)
-            for block in blocks:
-                x = block(x)
-            x.sum().backward()
-            peaks.append(tracker.peak_bytes[0])
-    assert peaks[0] < peaks[1]
 
 
 class TestLeavesNothing:
@@ -315,49 +161,6 @@ class TestLeavesNothing:
             failures += 1
         assert failures == 12
 
-    def test_the_edge_is_sharp(self):
-        trainee = training_copy(mlp())
-        self.step(trainee, [None, None])
-        _, _, peaks, _ = self.step(trainee, [None, None])
-        for device in range(2):
-            fits, fails = list(peaks), list(peaks)
-            fails[device] -= 1
-            assert self.step(trainee, fits)[3] is None
-            assert self.step(trainee, fails)[3].device == f"cpu:{device}"
-
-    def test_peaks_are_the_same_again_and_with_any_seed(self):
-        trainee = training_copy(char_gpt())
-        self.step(trainee, [None, None])
-        seen = set()
-        for seed in range(4):
-            torch.manual_seed(seed)
-            seen.add(self.step(trainee, [None, None])[2])
-        assert len(seen) == 1
-
-    def test_storages_that_outlive_a_tracker_leave_no_finalizer(self):
-        gc.collect()
-        before = len(weakref.finalize._registry)
-        kept = []
-        for _ in range(5):
-            with follow() as tracker:
-                kept += [placed(tracker, 100), placed(tracker, 10) * 2, torch.zeros(5)]
-            assert len(weakref.finalize._registry) == before
-        assert len(kept) == 15
-
-    def test_nor_does_one_that_is_left_by_an_error(self):
-        before = len(weakref.finalize._registry)
-        kept = []
-        with pytest.raises(OutOfMemoryError), follow(1, 2048) as tracker:
-            kept.extend(placed(tracker, 100) for _ in range(10))
-        assert len(weakref.finalize._registry) == before
-
-    def test_a_tensor_that_dies_later_harms_nothing(self):
-        with follow() as tracker:
-            tensor = placed(tracker, 100)
-        del tensor
-        gc.collect()
-        assert tracker.live_bytes == [512]
-
 
 class TestOutOfMemory:
     def test_says_who_what_and_how_much(self):
@@ -379,14 +182,6 @@ class TestOutOfMemory:
         assert isinstance(caught.value, RuntimeError)
         assert is_oom(caught.value)
 
-    def test_leaves_the_peak_within_the_capacity(self):
-        with follow(1, 1024) as tracker:
-            held = placed(tracker, 200)
-            with pytest.raises(OutOfMemoryError):
-                held.repeat(100)
-            gc.collect()
-            assert tracker.live_bytes == tracker.peak_bytes == [1024]
-
     def test_in_a_transfer(self):
         with Tracker(["cpu:0", "cpu:1"], [None, 100]) as tracker:
             with pytest.raises(OutOfMemoryError) as caught:
@@ -395,13 +190,6 @@ class TestOutOfMemory:
             del caught
             gc.collect()
             assert tracker.live_bytes == [0, 0]
-
-    def test_in_a_backward(self):
-        with follow(1, 4000) as tracker:
-            tensor = placed(tracker, 256, requires_grad=True)
-            loss = (tensor * tensor).sum()
-            with pytest.raises(OutOfMemoryError):
-                loss.backward()
 
 
 @pytest.fixture(params=[True, False], ids=["onednn", "native"])
@@ -426,39 +214,16 @@ def test_fake_peaks_are_real_peaks_to_the_byte(make, splits):
     assert_fake_is_real(make, splits)
 
 
-class LowRank(nn.Module):
-    """A frozen layer with a trained low-rank update, as in LoRA."""
-
-    def __init__(self, layer: nn.Linear, rank: int = 4):
-        super().__init__()
-        self.layer = layer.requires_grad_(False)
-        self.down, self.up = nn.Linear(layer.in_features, rank, bias=False), nn.Linear(rank, layer.out_features)
-
-    def forward(self, x):
-        return self.layer(x) + self.up(self.down(x))
-
-
-def adapted_gpt() -> Workload:
-    workload = char_gpt()
-    model = workload.model.requires_grad_(False)
-    for part in list(model.modules()):
-        for name, layer in list(part.named_children()):
-            if isinstance(layer, nn.Linear) and not isinstance(part, LowRank):
-                setattr(part, name, LowRank(layer))
-    return replace(workload, model=model)
-
-
 def frozen_first() -> Workload:
     workload = mlp()
     workload.model[0].requires_grad_(False)
     return workload
 
 
-@pytest.mark.parametrize("make", [frozen_first, for_release(adapted_gpt)])
 @pytest.mark.parametrize("splits", [((5,),), ((2, 3),), ((3, 4), (3, 4))], ids=str)
-def test_what_is_frozen_has_neither_gradient_nor_optimizer_state(make, splits):
-    assert_fake_is_real(make, splits)
-    tracer = Tracer(make(), fake=True, like_gpu=False)
+def test_what_is_frozen_has_neither_gradient_nor_optimizer_state(splits):
+    assert_fake_is_real(frozen_first, splits)
+    tracer = Tracer(frozen_first(), fake=True, like_gpu=False)
     parts = tracer.trace(StepShape(splits)).parts[0]
     parameters = list(tracer.trainee.models.given.parameters())
     trained = [p for p in parameters if p.requires_grad]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from autosplit.devices.catalog import find_card
 from autosplit.runtime import op_cost as op_cost_module
-from autosplit.runtime.op_cost import op_cost, running_part
+from autosplit.runtime.op_cost import op_cost
 
 aten = torch.ops.aten
 
@@ -45,67 +43,6 @@ def test_a_convolution_is_a_product_forward_and_two_back(groups, size, kind):
     assert [cost.part for cost in backward] == ["forward", "none", "none"]
 
 
-def test_images_with_channels_beside_each_other_have_kernels_of_their_own():
-    images = torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)
-    forward, _ = convolved(nn.Conv2d(16, 16, 3, groups=16), images)
-    assert [cost.kind for cost in forward] == ["depthwise_channels"]
-
-
-def test_half_images_in_planes_are_laid_out_anew_for_tensor_cores():
-    conv = nn.Conv2d(16, 16, 3).to(torch.bfloat16)
-    planes = torch.randn(2, 16, 8, 8).to(torch.bfloat16)
-    assert [cost.kind for cost in convolved(conv, planes)[0]] == ["convolution", "layout"]
-    channels = planes.to(memory_format=torch.channels_last)
-    assert [cost.kind for cost in convolved(conv, channels)[0]] == ["convolution", "copy"], "the weight is in planes"
-    conv.to(memory_format=torch.channels_last)
-    assert [cost.kind for cost in convolved(conv, channels)[0]] == ["convolution"]
-
-
-def test_what_is_expanded_is_read_once():
-    row = torch.randn(1, 1000)
-    outputs = torch.randn(500, 1000)
-    (cost,) = op_cost(aten.add.Tensor, (outputs, row.expand(500, 1000)), {}, outputs)
-    assert cost.nbytes == 2 * outputs.nbytes + row.nbytes
-
-
-def test_half_convolutions_whose_channels_are_no_multiple_of_eight_are_slower_but_for_the_images_themselves():
-    images = torch.randn(2, 12, 8, 8).to(torch.bfloat16).to(memory_format=torch.channels_last)
-    conv = nn.Conv2d(12, 16, 3).to(torch.bfloat16).to(memory_format=torch.channels_last)
-    forward, backward = convolved(conv, images)
-    assert [cost.kind for cost in forward] == ["unaligned"]
-    assert [cost.kind for cost in backward] == ["unaligned", "unaligned_weight", "reduction"]
-    first = nn.Conv2d(3, 16, 3).to(torch.bfloat16)
-    assert convolved(first, images[:, :3].contiguous(memory_format=torch.channels_last))[0][0].kind == "convolution"
-    assert convolved(nn.Conv2d(12, 16, 3), images.float())[0][0].kind == "convolution"
-
-
-@pytest.mark.parametrize(("channels", "groups", "kind"), [(256, 32, "packed"), (256, 4, "grouped_channels")])
-def test_many_narrow_groups_are_packed_where_channels_lie_beside_each_other(channels, groups, kind):
-    images = torch.randn(1, channels, 4, 4).to(memory_format=torch.channels_last)
-    conv = nn.Conv2d(channels, channels, 3, groups=groups)
-    assert convolved(conv, images)[0][0].kind == kind
-    assert convolved(conv, images.contiguous())[0][0].kind == "grouped"
-
-
-def test_images_that_are_slices_are_copied_before_they_are_convolved():
-    images = torch.randn(2, 32, 8, 8)[:, :16]
-    forward, backward = convolved(nn.Conv2d(16, 16, 3), images)
-    assert [(cost.kind, cost.nbytes) for cost in forward] == [
-        ("convolution", forward[0].nbytes),
-        ("copy", 2 * 4 * 2048),
-    ]
-    assert backward[-1].kind == "copy"
-
-
-def test_a_copy_that_moves_nothing_is_elementwise():
-    values = torch.randn(8, 16)
-    kinds = [
-        op_cost(aten._to_copy.default, (values,), {"dtype": torch.bfloat16}, values.bfloat16())[0].kind,
-        op_cost(aten.clone.default, (values.t(),), {}, values.t().contiguous())[0].kind,
-    ]
-    assert kinds == ["elementwise", "copy"]
-
-
 @pytest.mark.parametrize(("width", "kind"), [(64, "row_copy"), (16, "copy")])
 def test_a_copy_of_long_rows_reaches_the_rate_of_other_kernels(width, kind):
     """Attention gives heads of 64 elements back to their positions. Such copies were predicted 2.6 times too slow."""
@@ -137,31 +74,6 @@ def test_batch_norm_takes_as_long_in_bfloat16():
 
     assert seconds(torch.bfloat16) == pytest.approx(seconds(torch.float32), rel=0.01)
     assert seconds(torch.float16) < 0.6 * seconds(torch.float32)
-
-
-def test_checkpointing_runs_the_forward_again():
-    parts = []
-
-    class Parts(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            parts.append((func.overloadpacket, running_part()))
-            return func(*args, **(kwargs or {}))
-
-    with Parts():
-        values = torch.ones(3, requires_grad=True)
-        checkpoint(torch.exp, values, use_reentrant=False).sum().backward()
-    assert parts.count((aten.exp, "forward")) == 2
-    assert {part for op, part in parts if op is aten.mul} == {"backward"}
-
-
-def test_norms_of_planes_use_as_many_multiprocessors_as_there_are_channels():
-    def cost(channels: int) -> float:
-        values = torch.randn(64 // channels * 16, channels, 64, 64)
-        norm = (values, torch.ones(channels), torch.zeros(channels), None, None, True, 0.1, 1e-5)
-        (found,) = op_cost(aten.native_batch_norm.default, norm, {}, aten.native_batch_norm(*norm))
-        return found.seconds(find_card("RTX3090"))
-
-    assert cost(4) == pytest.approx(8 * cost(32), rel=0.1)
 
 
 @pytest.mark.parametrize("key_heads", [8, 2])

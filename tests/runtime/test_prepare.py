@@ -14,14 +14,14 @@ from raised import raises
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
-from workloads import Uncopyable, net, net_batch, small, without_fakes
+from workloads import Uncopyable, net, small
 
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import UserCodeError, WorkloadError
 from autosplit.profiles.key import workload_of
 from autosplit.runtime import accelerator, prepare
-from autosplit.runtime.prepare import Followed, build, follow, workload_source
+from autosplit.runtime.prepare import Followed, build, follow
 from autosplit.tuning.tune import tune
 from autosplit.workload.workload import Workload
 
@@ -70,7 +70,6 @@ class Masked(nn.Module):
         lambda: Workload(Masked(), torch.rand(4, 3, 8), optimizer=torch.optim.SGD),
         lambda: Workload(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.rand(2, 3, 8, 8)),
         lambda: Workload(model := nn.Linear(3, 3), torch.rand(2, 3), optimizer=torch.optim.AdamW(model.parameters())),
-        lambda: Workload(nn.Linear(3, 3).half(), torch.rand(2, 3).half()),
     ],
 )
 def test_it_is_the_same_workload_to_a_profile_however_it_is_built(made, monkeypatch):
@@ -96,12 +95,6 @@ def test_a_function_is_built_under_fake_tensors_for_cards_that_are_not_there():
         followed = staged(small, SIM, closing)
     assert all(isinstance(parameter, FakeTensor) for parameter in followed.workload.model.parameters())
     assert followed.tracer.fake
-
-
-def test_a_function_is_built_for_real_on_the_processor():
-    with ExitStack() as closing:
-        followed = staged(small, CPU, closing)
-    assert not any(isinstance(parameter, FakeTensor) for parameter in followed.workload.model.parameters())
 
 
 @pytest.mark.usefixtures("nothing_is_small")
@@ -169,19 +162,6 @@ def test_a_borrowed_model_is_given_back_where_it_can_not_be_followed(error):
     assert [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())] == pointers
 
 
-def test_a_model_with_its_batch_becomes_a_workload():
-    source = workload_source(net(), net_batch(), {"loss_fn": F.cross_entropy, "optimizer": None})
-    assert isinstance(source, Workload)
-    assert source.sample_batch_size == 4
-
-
-def test_what_can_not_be_faked_says_why():
-    with ExitStack() as closing:
-        followed = staged(without_fakes(), SIM, closing)
-    assert not followed.tracer.fake
-    assert followed.notes[0].kind == "real-tensors"
-
-
 # --------------------------------------------------------------------------------------- batches of all kinds
 
 
@@ -217,14 +197,10 @@ def batch_loss(model, batch):
 
 X, Y = torch.randn(4, 4), torch.randint(0, 3, (4,))
 KINDS = {
-    "dict": lambda: Workload(ByName(), {"x": X, "y": Y}),
     "UserDict": lambda: Workload(ByName(), UserDict({"x": X, "y": Y})),
-    "tuple": lambda: Workload(ByName(), (X, Y)),
     "dataclass": lambda: Workload(ByName(), Batch(X, Y), compute_loss=batch_loss),
-    "tensor": lambda: Workload(nn.Linear(4, 3), X),
     "make_batch": lambda: small(make_batch=lambda n: (torch.randn(n, 4), torch.zeros(n, dtype=torch.long))),
     "batch_dim 1": lambda: Workload(OfColumns(), torch.randn(4, 6), batch_dim=1),
-    "fp16": lambda: small(precision="fp16"),
     "bf16": lambda: small(precision="bf16"),
     "sum": lambda: small(loss_fn=nn.CrossEntropyLoss(reduction="sum"), loss_reduction="sum"),
     "frozen": lambda: small(nn.Sequential(nn.Linear(4, 8).requires_grad_(False), nn.Linear(8, 3))),

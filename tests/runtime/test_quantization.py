@@ -8,15 +8,13 @@ from types import ModuleType
 import pytest
 import torch
 from raised import raises
-from torch import Tensor, nn
+from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import WorkloadError
 from autosplit.runtime.fake_copy import fake_like, fake_mode
-from autosplit.runtime.memory_tracker import rounded
 from autosplit.runtime.prepare import build, follow
-from autosplit.runtime.protocol import StepShape
 from autosplit.workload.workload import Workload
 
 
@@ -71,49 +69,3 @@ def test_a_weight_around_other_tensors_is_refused_and_never_faked_at_its_outer_s
         followed(Workload(model, torch.randn(4, 4)))
     with pytest.raises(NotImplementedError, match="TwoTensor"):
         fake_like(weight, fake_mode(), torch.device("cpu"))
-
-
-class Momentum8bit(torch.optim.Optimizer):
-    """A momentum with one byte per number and one scale per tensor, in plain torch ops."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            if not state:
-                state["momentum"] = torch.zeros_like(parameter, dtype=torch.int8)
-                state["scale"] = torch.ones(1, device=parameter.device)
-            moved = state["momentum"].float().mul_(state["scale"]).mul_(0.9).add_(parameter.grad)
-            state["scale"].copy_(moved.abs().amax().div_(127))
-            state["momentum"].copy_(moved.div(state["scale"] + 1e-12).round_())
-            parameter.add_(moved, alpha=-0.1)
-
-
-class Dequantised(nn.Module):
-    """A frozen layer with quantised weights, which its forward dequantises."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.register_buffer("packed", torch.randint(-127, 128, (size, size), dtype=torch.int8))
-        self.register_buffer("scale", torch.rand(size, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.packed.float() * self.scale).T
-
-
-def test_bytes_that_torchs_own_ops_update_count_as_bytes():
-    def made():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), Dequantised(64), nn.Linear(64, 2))
-        return Workload(model, torch.randn(4, 64), optimizer=Momentum8bit)
-
-    shape = StepShape(((3,),))
-    fake = followed(made).tracer
-    assert fake.fake
-    parts = fake.trace(shape).parts[0]
-    parameters = list(fake.trainee.models.given.parameters())
-    assert parts.optimizer_bytes == sum(rounded(p.numel()) + rounded(4) for p in parameters)
-    assert parts.parameters_bytes == sum(rounded(p.nbytes) for p in (*parameters, *fake.trainee.models.given.buffers()))

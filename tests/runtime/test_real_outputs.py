@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from autosplit import find_ceiling
 from autosplit.devices.spec import parse_devices
 from autosplit.oom import OutOfMemoryError
-from autosplit.runtime import real_outputs
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
@@ -66,28 +65,3 @@ def test_a_ceiling_is_exact_and_nothing_runs_out_of_memory(length, samples):
     cpu_runtime(workload, capacity).peaks(StepShape(((found.batch_size,),)))
     with pytest.raises(OutOfMemoryError):
         cpu_runtime(workload, capacity).peaks(StepShape(((found.batch_size + 1,),)))
-
-
-def test_a_shape_is_asked_for_once():
-    """A second tracer has no outputs of the first one, and uses the sizes that it found."""
-    workload = reader(6)
-    tracers = [make_tracer(workload, like_gpu=False)[0] for _ in range(2)]
-    real_outputs._rnn_workspace_bytes.cache_clear()
-    for tracer in tracers:
-        tracer._run(StepShape(((7,),)))
-    counts = real_outputs._rnn_workspace_bytes.cache_info()
-    assert counts.misses == 2  # one for each layer's shapes
-    assert counts.hits > 0
-
-
-def test_other_ops_return_what_they_return():
-    factors = torch.ones(2, 2), torch.ones(2, 2)
-    outputs = torch.ops.aten.mm.default(*factors)
-    assert real_outputs.as_real(torch.ops.aten.mm.default, factors, outputs) is outputs
-    if "dtype" in torch.ops.aten.mm.overloads():  # torch 2.6 has no such overload
-        assert real_outputs.as_real(torch.ops.aten.mm.dtype, (*factors, torch.float32), outputs) is outputs
-
-
-def test_a_product_of_unlike_dtypes_is_refused():
-    with pytest.raises(RuntimeError, match=r"must have the same dtype, but got torch\.float64 and torch\.float32"):
-        real_outputs.as_real(torch.ops.aten.mm.default, (torch.ones(2, 2).double(), torch.ones(2, 2)), None)

@@ -9,7 +9,6 @@ import torch
 from marks import for_release
 from torch import nn
 
-from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.op_cost import Work
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.recurrent_calls import RecurrentCalls
@@ -54,36 +53,3 @@ def test_the_host_starts_a_recurrent_layer_as_one_op(kind, split, monkeypatch):
     # The arithmetic is the same, with fewer bytes.
     assert sum(work.numbers[0].sum() for work in found) == sum(work.numbers[0].sum() for work in apart)
     assert sum(work.numbers[1].sum() for work in found) < sum(work.numbers[1].sum() for work in apart)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [nn.LSTM, for_release(nn.GRU)])
-def test_other_batches_are_told(kind):
-    """The layer's width is between the traced batch sizes, so a prediction that confuses the two is wrong."""
-    batch = torch.randn(4, PLACES, 16), torch.randint(4, (4,))
-    (tracer, _), (full, _) = (
-        make_tracer(Workload(Reading(kind), batch, loss_fn=nn.CrossEntropyLoss()), like_gpu=True) for _ in range(2)
-    )
-    traces = AffineTraces(tracer)
-    for split in ((5,), (100,), (3, 50)):
-        shape = StepShape((split,))
-        for told, followed in zip(traces.trace(shape).micro, full.trace(shape).micro, strict=True):
-            assert not isinstance(told, Work) or (told.numbers == followed.numbers).all()
-    assert not traces.given_up
-
-
-def test_a_cell_is_started_at_each_place():
-    class Stepping(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell = nn.LSTMCell(16, 32)
-
-        def forward(self, x):
-            state = None
-            for place in x.unbind(1):
-                state = self.cell(place, state)
-            return state[0]
-
-    tracer, _ = make_tracer(Workload(Stepping(), torch.randn(4, PLACES, 16)), like_gpu=True)
-    micro = tracer.trace(StepShape(((64,),))).micro
-    assert started([event for event in micro if isinstance(event, Work)]) > 4 * PLACES

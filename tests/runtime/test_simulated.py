@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -18,9 +17,8 @@ from autosplit.errors import UserCodeError
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime import simulated
 from autosplit.runtime.clocks import Clocks
-from autosplit.runtime.kernel_time import kernel_rates
 from autosplit.runtime.memory_tracker import BLOCK_BYTES, rounded
-from autosplit.runtime.op_cost import Move, OpCost, Work
+from autosplit.runtime.op_cost import Work
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime, _play, _reduced, _Whole, traced_parts, traced_peaks
 from autosplit.runtime.tracer import Tracer, make_tracer
@@ -112,16 +110,6 @@ class TestComposition:
             assert ours.busy_s == pytest.approx(theirs.busy_s, rel=1e-3), splits
             assert composed.peaks(shape) == ours.peak_bytes
 
-    def test_traces_once(self, tracers):
-        tracer = tracers("cnn")
-        machine = runtime(tracer, "sim:8xRTX3090")
-        shape = StepShape(((2, 4, 4, 4, 4, 4, 4, 4),))
-        machine.measure(shape)
-        runs = tracer.runs
-        machine.measure(shape)
-        machine.measure(StepShape(((2, 4, 4, 4, 4, 4, 4, 4),) * 5))
-        assert tracer.runs - runs <= 2
-
 
 def test_what_device_0_does_with_outputs_is_started_after_they_were_made(tracers):
     """Device 0 without samples started the loss at once, during a forward. Such steps were predicted 48% too fast."""
@@ -152,19 +140,6 @@ class TestKeptReplicas:
         assert found.seconds == pytest.approx(clocks.meet(), rel=0.001)
         assert found.busy_s == pytest.approx(clocks.busy_s, rel=0.01)
 
-    def test_parameters_travel_once_a_step(self, tracers):
-        trace = tracers("char_gpt").trace(StepShape(((4, 4),), accumulates=True))
-        count = len(tracers("char_gpt").trainee.parameters())
-        assert [event.purpose for event in trace.broadcast] == ["parameter"] * count
-        assert sum(isinstance(event, Move) for event in trace.reduce) == count
-        assert not any(isinstance(e, Move) and e.purpose in ("parameter", "gradient") for e in trace.micro)
-
-    def test_a_replica_holds_its_copy_and_its_gradients(self, tracers):
-        machine = runtime(tracers("with_loss"), "sim:2xRTX3090")
-        parameters = sum(rounded(p.numel() * p.element_size()) for p in tracers("with_loss").trainee.parameters())
-        once, kept = (machine.peaks(StepShape(((1, 1),) * k))[1] for k in (1, 3))
-        assert parameters / 2 < kept - once <= 1.25 * parameters
-
 
 class TestTime:
     def test_the_same_answer_twice(self, tracers):
@@ -173,34 +148,6 @@ class TestTime:
         fresh, _ = make_tracer(cnn(), like_gpu=True)
         assert found[0] == found[1] == runtime(fresh, "sim:2xRTX3090").measure(shape)
         assert found[0].error_s == 0
-
-    @pytest.mark.parametrize("name", WORKLOADS)
-    def test_a_faster_card_is_faster(self, name, tracers):
-        shape = StepShape(((256,),))
-        seconds = [
-            runtime(tracers(name), f"sim:1x{card}").measure(shape).seconds
-            for card in ("H100-80GB", "RTX3090", "GTX1080Ti")
-        ]
-        assert seconds == sorted(seconds)
-        assert seconds[0] < seconds[1]
-
-    def test_micro_steps_add_up(self, tracers):
-        machine = runtime(tracers("char_gpt"), "sim:2xRTX3090")
-        two, three, five = (machine.measure(StepShape(((4, 4),) * k)).seconds for k in (2, 3, 5))
-        assert five - three == pytest.approx(2 * (three - two), rel=1e-6)
-
-    def test_a_kernel_is_bound_by_arithmetic_by_memory_or_by_its_start(self):
-        spec, rates = parse_devices("sim:1xRTX3090")[0].spec, kernel_rates()
-        arithmetic = OpCost(2 * 8192**3, 8, "float16", "matmul", (8192, 8192, 8192, 1))
-        ideal_s = arithmetic.flops / (spec.sustained_flops("float16") * rates.kinds["matmul"].reached)
-        assert ideal_s < arithmetic.seconds(spec) < 1.1 * ideal_s
-        memory = OpCost(0, 10**9, "float32")
-        passes = rates.kinds["elementwise"].passes
-        assert memory.seconds(spec) == pytest.approx(rates.start_s + passes * 10**9 / spec.memory_bytes_per_s)
-        small = OpCost(1, 8, "float32")
-        assert small.seconds(spec) == pytest.approx(rates.start_s, rel=0.01)
-        together = Work.of(0, [memory, small, memory]).seconds(spec)
-        assert together == pytest.approx(2 * memory.seconds(spec) + small.seconds(spec))
 
     def test_small_kernels_wait_for_the_host(self):
         machine = runtime(make_tracer(cnn(), like_gpu=True)[0], "sim:2xH100-80GB")
@@ -232,15 +179,6 @@ class TestMemory:
         fits = runtime(tracers("cnn"), "sim:3xRTX3090", capacities=peaks)
         assert fits.peaks(shape) == peaks == traced_peaks(tracers("cnn"), shape)
 
-    def test_a_rank_holds_buckets_where_there_are_others(self, tracers):
-        tracer = tracers("char_gpt")
-        parameters = sum(p.numel() * 4 for p in tracer.trainee.models.given.parameters())
-        for micro_steps in (1, 2):
-            shape = StepShape(((8,),) * micro_steps, "rank")
-            alone, among = (traced_peaks(tracer, replace(shape, num_ranks=ranks))[0] for ranks in (1, 4))
-            views = micro_steps == 1  # some gradients already exist at the device's peak
-            assert parameters * (0.97 if views else 1) <= among - alone <= parameters + 512
-
     @pytest.mark.parametrize(("micro_steps", "times"), [(1, 2), (2, 3)])
     def test_gradients_that_meet_at_once_are_views_of_the_buckets(self, micro_steps, times):
         """A model that is mostly parameters counted them twice, though DDP needs one copy."""
@@ -252,29 +190,6 @@ class TestMemory:
         # A gradient is created first. Then it is moved into the buckets, or added to the last micro-step's.
         assert peaks[0] - WORKSPACES == pytest.approx(4 * 256 * 256 * (8 * times + 1), rel=0.02)
         assert sum(part.total_bytes for part in traced_parts(tracer, shape)) == peaks[0]
-
-    def test_a_rank_anywhere_in_the_list(self, tracers):
-        machine = runtime(tracers("cnn"), "sim:1xH100-80GB+2xRTX3090")
-        peaks = machine.peaks(StepShape(((0, 8, 0),), "rank"))
-        assert peaks[0] == peaks[2] == 0 < peaks[1]
-        found = machine.measure(StepShape(((0, 8, 0),), "rank"))
-        assert found.busy_s[0] == found.busy_s[2] == 0 < found.busy_s[1]
-
-
-class Logits(nn.Module):
-    """Its outputs are large and gathered."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 5000))
-
-    def forward(self, x):
-        return self.body(x)
-
-
-def gathered() -> Workload:
-    # The user's loss gets the outputs of the whole batch on the first device.
-    return Workload(Logits(), torch.randn(4, 16), compute_loss=lambda model, batch: (model(batch) ** 2).mean())
 
 
 class TestParts:
@@ -310,18 +225,6 @@ class TestParts:
         views = traced_parts(tracer, StepShape(((8,),), "rank", 4))[0].gradients_bytes
         assert views == pytest.approx(own_bytes, rel=0.05)
 
-    def test_more_samples_are_more_activations_and_nothing_else(self, tracers):
-        few, many = (traced_parts(tracers("char_gpt"), StepShape(((n,),)))[0] for n in (64, 128))
-        assert many.activations_bytes - WORKSPACES > 1.8 * (few.activations_bytes - WORKSPACES)
-        assert (few.parameters_bytes, few.optimizer_bytes) == (many.parameters_bytes, many.optimizer_bytes)
-
-    def test_outputs_are_gathered_on_the_first_alone(self):
-        tracer, reason = make_tracer(gathered(), like_gpu=True)
-        assert reason is None
-        first, second, third = traced_parts(tracer, StepShape(((2, 30, 30),)))
-        assert first.gathered_bytes == rounded(62 * 5000 * 4)
-        assert second.gathered_bytes == third.gathered_bytes == 0
-
 
 class TestRealTensors:
     def test_what_can_not_be_faked_is_followed_for_real(self):
@@ -333,33 +236,10 @@ class TestRealTensors:
         assert found.seconds > 0
         assert all(found.peak_bytes)
 
-    def test_real_and_fake_agree(self):
-        shape = StepShape(((2, 3),))
-        found = [
-            runtime(Tracer(cnn(), fake=fake, like_gpu=True), "sim:2xRTX3090").measure(shape) for fake in (True, False)
-        ]
-        assert found[0].peak_bytes == found[1].peak_bytes
-        assert found[0].seconds == pytest.approx(found[1].seconds, rel=0.01)
-
     def test_a_model_that_fails_on_its_own_sample(self):
         said = r"own sample batch \(4 samples along dimension 0 of shapes \(4, 8\)\) raised RuntimeError: mat1 and mat2"
         with pytest.raises(UserCodeError, match=said):
             make_tracer(Workload(nn.Linear(3, 3), torch.rand(4, 8)), like_gpu=True)
-
-
-@pytest.mark.slow
-def test_seven_billion_parameters_without_their_memory():
-    def model() -> nn.Module:
-        layers = [nn.TransformerEncoderLayer(4096, 32, 16384, batch_first=True) for _ in range(34)]
-        return nn.Sequential(*layers, nn.Linear(4096, 4096))
-
-    workload = Workload(model, torch.zeros(1, 128, 1).expand(1, 128, 4096))
-    tracer, reason = make_tracer(workload, like_gpu=True)
-    assert reason is None
-    (peak_bytes,) = traced_peaks(tracer, StepShape(((1,),)))
-    parameters = sum(p.numel() for p in tracer.trainee.models.given.parameters())
-    assert parameters > 6.5e9
-    assert peak_bytes > 16 * parameters
 
 
 def test_questions_about_tensors_cost_no_time():

@@ -71,34 +71,6 @@ def test_it_measures_what_is_measured_here_and_goes_on_after_a_death(start):
 
 
 @pytest.mark.slow
-def test_errors_arrive_as_what_they_are(start, capfd):
-    runtime = start(partial(deadly, "raise", 100))
-    with pytest.raises(UserCodeError, match="the workload raised ZeroDivisionError: boom; fix it") as raised:
-        runtime.peaks(rank(100))
-    assert isinstance(raised.value.__cause__, ZeroDivisionError)
-    assert [frame.rpartition(": ")[2] for frame in raised.value.frames] == [
-        "_meet(self.end)",
-        'raise ZeroDivisionError("boom")',
-    ]
-    small_runtime = StepShape(((99,),))
-    assert runtime.peaks(small_runtime)[0] <= CAPACITIES[0]
-    with ExitStack() as closing:
-        tight = isolated_runtime(partial(deadly, "garbage", 2), CPU, (60_000,), closing)
-        with pytest.raises(OutOfMemoryError) as ran_out:
-            tight.peaks(rank(1000))
-        error = ran_out.value
-        assert type(error) is OutOfMemoryError
-        assert (error.device, error.device_index, error.capacity_bytes) == ("cpu:0", 0, 60_000)
-        assert error.requested_bytes > 0
-        assert error.live_bytes > 0
-        assert tight.peaks(rank(2))[0] > 0  # and its printed text is no answer
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert "garbage" in err
-    assert runtime.notes == tight.notes == ()
-
-
-@pytest.mark.slow
 def test_a_death_before_the_first_step_is_no_lack_of_memory(start):
     with raises(AutosplitError) as told:
         start(dead_on_arrival).peaks(rank(4))
@@ -108,11 +80,6 @@ def test_a_death_before_the_first_step_is_no_lack_of_memory(start):
 def test_what_can_not_be_sent_is_refused():
     with raises(InputError):
         tune(small(loss_fn=lambda y, _: y.mean()), devices="cpu:1MiB", isolate=True, profile="off")
-
-
-def test_cards_that_are_not_there_need_no_process(start):
-    with ExitStack() as closing:
-        assert isolated_runtime(small, parse_devices("sim:RTX3090"), (2**34,), closing) is None
 
 
 @pytest.mark.slow
@@ -217,76 +184,6 @@ def test_a_lost_step_names_its_device_where_that_is_known(runtime, split, device
     assert isinstance(caught.value, torch.OutOfMemoryError)
 
 
-def test_the_notes_have_a_sentence_for_each_cause(runtime):
-    apart, child = runtime()
-    child.answers = [(1,), killed(), killed(), hung(), killed()]
-    apart.peaks(rank(1))
-    for shape in (rank(9), rank(7), rank(8), StepShape(((9, 3), (9, 3)))):
-        with pytest.raises(StepLostError):
-            apart.peaks(shape)
-    assert kinds(apart.notes) == ["process-lost"] * 2
-    assert tuple(map(str, apart.notes)) == (
-        "3 processes, the smallest at 7 samples, were lost: each was killed by SIGKILL. This counts as out of memory.",
-        "The process that ran 8 samples did not answer within 10 s and was stopped. This counts as out of memory.",
-    )
-
-
-def test_one_that_dies_of_anything_is_not_started_for_ever(runtime):
-    apart, child = runtime()
-    child.answers = [killed() for _ in range(9)]
-    for n in (8, 4):
-        with pytest.raises(StepLostError):
-            apart.peaks(rank(n))
-    with raises(AutosplitError, "3") as caught:
-        apart.peaks(rank(2))
-    assert not isinstance(caught.value, OutOfMemoryError)
-
-
-def test_an_error_is_an_answer(runtime):
-    apart, child = runtime()
-    child.answers = [OutOfMemoryError("full"), killed(), killed(), killed(), killed()]
-    with pytest.raises(OutOfMemoryError, match="full"):
-        apart.peaks(rank(9))
-    for n in (8, 7, 6, 5):
-        with pytest.raises(StepLostError):
-            apart.peaks(rank(n))
-
-
-def test_without_a_time_limit_a_step_may_take_ten_minutes(runtime):
-    apart, child = runtime()
-    apart.peaks(rank(4))
-    assert (child.starts, limits(child)) == ([600], [600])
-
-
-def test_half_of_what_is_left_of_a_time_limit_is_for_one_step(runtime):
-    apart, child = runtime(deadline_s=1100.0)
-    child.takes_s = 0.1
-    for _ in range(3):
-        apart.peaks(rank(4))
-        clock.now += 40
-    assert child.starts == pytest.approx([100, 60, 60], abs=1)
-    assert limits(child) == pytest.approx([50, 30, 10], abs=1)
-
-
-def test_a_step_may_be_as_slow_as_those_before_promise(runtime):
-    apart, child = runtime(deadline_s=1001.0)
-    child.takes_s = 4.0
-    apart.peaks(rank(4))
-    apart.peaks(rank(64))
-    assert limits(child) == [10, 80]
-
-
-def test_after_one_that_hangs_others_are_given_less(runtime):
-    apart, child = runtime()
-    child.takes_s, child.answers = 0.01, [(1,), hung()]
-    apart.peaks(rank(4))
-    with pytest.raises(StepLostError):
-        apart.peaks(rank(64))
-    apart.peaks(rank(32))
-    apart.peaks(StepShape(((8, 0),), compiled=True))
-    assert limits(child) == [600, 600, 3, 120]
-
-
 def test_a_new_process_may_start_its_devices_and_copy_the_model_there(runtime):
     """After a hang, the next process had 3 s for its first call. CUDA's start and a large copy take longer."""
     apart, child = runtime()
@@ -330,16 +227,6 @@ def test_what_a_process_set_of_torch_holds_in_the_other():
             lambda: torch.backends.cuda.enable_flash_sdp(True),
             lambda: not torch.backends.cuda.flash_sdp_enabled(),
         ),
-        (
-            lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
-            lambda: setattr(torch.backends.cudnn, "allow_tf32", True),
-            lambda: not torch.backends.cudnn.allow_tf32,
-        ),
-        (
-            lambda: setattr(torch.backends.cudnn, "benchmark", True),
-            lambda: setattr(torch.backends.cudnn, "benchmark", False),
-            lambda: torch.backends.cudnn.benchmark,
-        ),
         (lambda: torch.set_num_threads(2), lambda: torch.set_num_threads(1), lambda: torch.get_num_threads() == 2),
     ],
 )
@@ -353,17 +240,6 @@ def test_switches_of_kernels_hold_in_the_other_process(change, undo, seen):
         assert seen()
     finally:
         undo()
-
-
-def test_hanging_ends_with_the_time_limit(runtime):
-    apart, child = runtime(deadline_s=1040.0)
-    child.takes_s, child.answers = 20.0, [(1,), hung(), hung(), hung()]
-    apart.peaks(rank(4))
-    for n in (64, 63):
-        with pytest.raises(StepLostError):
-            apart.peaks(rank(n))
-    with raises(AutosplitError, "3"):
-        apart.peaks(rank(62))
 
 
 # Conversion of errors in the process
@@ -402,13 +278,6 @@ def test_an_error_after_which_cuda_answers_no_more_costs_the_process(monkeypatch
         LostCauseError, match=r"^lost the CUDA device: RuntimeError: CUDA error: device-side assert triggered$"
     ):
         served(monkeypatch, error, is_lost=True).peaks(rank(4))
-
-
-def test_a_kernels_limit_arrives_as_torch_words_it(monkeypatch):
-    error = RuntimeError("integer out of range")
-    with pytest.raises(RuntimeError) as caught:
-        served(monkeypatch, error).peaks(rank(4))
-    assert caught.value is error
 
 
 def test_every_way_to_run_out_of_memory_is_one(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 
 import pytest
@@ -69,27 +68,6 @@ class TestTheFirstStep:
         tracer, _ = make_tracer(regression(Remembers()), like_gpu=False)
         assert alike(tracer.trace(SHAPE), tracer._run(SHAPE))
 
-    def test_may_be_a_users_own(self):
-        def step(model, optimizer, batch):
-            F.mse_loss(model(batch[0]), batch[1]).backward()
-            optimizer.step()
-
-        tracer, _ = make_tracer(
-            regression(nn.Linear(8, 8), loss_fn=None, step=step, optimizer=torch.optim.AdamW), like_gpu=False
-        )
-        assert alike(tracer.trace(SHAPE), tracer._run(SHAPE))
-
-    def test_counts_the_state_that_a_live_optimizer_has_already(self):
-        model = nn.Linear(8, 8)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.randn(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        live, _ = make_tracer(regression(model, optimizer=optimizer), like_gpu=False)
-        fresh, _ = make_tracer(regression(nn.Linear(8, 8), optimizer=torch.optim.AdamW), like_gpu=False)
-        assert live.trace(SHAPE).peak_bytes == fresh.trace(SHAPE).peak_bytes
-        gc.collect()
-
 
 @pytest.mark.parametrize(
     "loss_fn",
@@ -111,30 +89,6 @@ def test_losses_that_keep_every_element_hold_as_much_where_they_are_fake(loss_fn
         shape = StepShape((split,))
         fake, real = (Tracer(given, fake=fake, like_gpu=False).trace(shape).peak_bytes for fake in (True, False))
         assert fake == real
-
-
-class TestNormsOverSamples:
-    @pytest.mark.parametrize(
-        ("norm", "shape", "may_refuse"),
-        [
-            (nn.BatchNorm1d(8), (SAMPLES, 8), True),
-            (nn.BatchNorm2d(8), (SAMPLES, 8, 1, 1), True),
-            (nn.BatchNorm2d(8), (SAMPLES, 8, 4, 4), False),
-            (nn.GroupNorm(2, 8), (SAMPLES, 8, 4, 4), False),
-            (nn.LayerNorm(8), (SAMPLES, 8), False),
-        ],
-        ids=str,
-    )
-    def test_are_those_with_one_value_of_each_sample(self, norm, shape, may_refuse):
-        """Only these norms need a trace with a single sample, to see whether they reject it."""
-
-        def loss(outputs, targets):
-            return (outputs - targets).square().mean()
-
-        model = nn.Sequential(nn.Unflatten(1, shape[1:]), norm, nn.Flatten())
-        values = torch.randn(shape).flatten(1)
-        tracer, _ = make_tracer(Workload(model, (values, values), loss_fn=loss), like_gpu=False)
-        assert tracer.norms_over_samples == may_refuse
 
 
 class Half(nn.Module):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import re
-import time
-from dataclasses import replace
 
 import optuna
 import pytest
@@ -90,15 +86,6 @@ def test_every_trial_is_in_the_space_and_none_is_repeated():
     assert [t.number for t in trials] == list(range(len(trials)))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_improves_on_a_first_guess_that_is_off(seed):
-    guess, top = Configuration(20, 90, 3), Configuration(14, 86, 3)
-    assert rate(guess) < 0.81 * rate(top)
-    first = [guess, Configuration(21, 90, 3), Configuration(19, 90, 3)]
-    trials = run(Evaluation(), first=first, n_trials=24, seed=seed)
-    assert max(t.samples_per_s for t in trials) >= 0.88 * rate(top)
-
-
 @optuna_5
 def test_finds_the_optimum_of_a_small_space():
     space = Space(Region(MemoryFit(0.0, 1.0), 6, 6, (4,), 8), None)
@@ -126,29 +113,6 @@ def test_a_small_space_is_tried_whole_and_the_search_ends():
     assert sorted(configurations(trials)) == [Configuration(n, n, 1) for n in (1, 2, 3, 4)]
 
 
-@pytest.mark.parametrize("effective", [None, 8])
-def test_nothing_is_tried_where_nothing_fits(effective):
-    space = Space(Region(MemoryFit(0.0, 1.0), 0, 0, (), 4), effective and (effective, effective))
-    assert run(Evaluation(), space=space) == ()
-
-
-def test_ends_where_it_is_enough():
-    trials = run(Evaluation(lambda c: 100.0), n_trials=100, patience=5)
-    assert len(trials) == 6
-
-
-def test_goes_on_while_it_is_not():
-    rising = iter(range(1, 1000))
-    assert len(run(Evaluation(lambda c: 10.0 * next(rising)), n_trials=36, patience=5)) == 36
-
-
-def test_what_is_proposed_outside_the_space_is_left_to_the_sampler():
-    evaluation = Evaluation()
-    search(SPACE, evaluation, lambda trials: Proposal(Configuration(99, 86, 3)), n_trials=3, seed=0)
-    assert len(evaluation.asked) == 3
-    assert all(map(SPACE.holds, evaluation.asked))
-
-
 @optuna_5
 def test_a_failed_trial_breaks_a_constraint_and_has_no_value(monkeypatch):
     studies, create = [], optuna.create_study
@@ -162,27 +126,6 @@ def test_a_failed_trial_breaks_a_constraint_and_has_no_value(monkeypatch):
     assert study.best_trial not in failed
 
 
-def test_a_sampler_of_ones_own_draws_every_trial_in_the_models_place():
-    def propose(trials) -> Proposal:
-        raise AssertionError("nobody asks the model")
-
-    sampler = optuna.samplers.RandomSampler(seed=1)
-    assert len(search(SPACE, Evaluation(), propose, n_trials=6, seed=0, sampler=sampler)) == 6
-
-
-def test_every_trial_is_logged_with_its_reason(caplog):
-    proposed = proposing([Configuration(14, 86, 3)])
-    reasons = iter(["the model promises it"])
-
-    def propose(trials) -> Proposal:
-        return replace(proposed(trials), why=next(reasons, "")) if not trials else proposed(trials)
-
-    with caplog.at_level(logging.INFO, logger="autosplit"):
-        search(SPACE, Evaluation(), propose, n_trials=3, seed=0)
-    found = [re.search(r"x \d+ \((.*?)\):", line)[1] for line in caplog.messages if line.startswith("trial ")]
-    assert found == ["the model promises it", "proposed by TPESampler", "proposed by TPESampler"]
-
-
 @pytest.mark.slow
 def test_micro_steps_that_no_batch_gives_are_not_evaluated():
     """If no batch size fits the requested micro-steps, another number ran than the trial reported."""
@@ -192,15 +135,7 @@ def test_micro_steps_that_no_batch_gives_are_not_evaluated():
     assert all(map(space.holds, evaluation.asked))
 
 
-def test_told_of_each_trial_once():
-    told = []
-    assert run(Evaluation(), n_trials=8, on_trial=told.append) == tuple(told)
-
-
 class TestDeadline:
-    def test_one_trial_is_made_in_any_case(self):
-        assert len(run(Evaluation(), deadline_s=time.monotonic() - 1)) == 1
-
     @optuna_5
     def test_no_trial_begins_after_it(self, monkeypatch):
         now = iter(range(100))

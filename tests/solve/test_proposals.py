@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.solve.memory import MemoryFit, Region
-from autosplit.solve.proposals import PATIENCE, Proposer, error_of, steadied
+from autosplit.solve.proposals import Proposer, steadied
 from autosplit.solve.search_space import Configuration, Space
 from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import StepTime, TimeCurve
@@ -71,46 +71,6 @@ def everything(space: Space):
                 yield Configuration(share, batch, steps)
 
 
-def test_a_model_that_is_right_needs_no_more_than_what_is_tried_in_any_case():
-    solver = solver_of()
-    proposer = Proposer(solver)
-    trials, unproposed, ended = searched(proposer, solver)
-    assert ended
-    assert unproposed == 0
-    assert [configuration_of(trial) for trial in trials][: len(proposer.first)] == proposer.first
-    assert len(trials) <= len(proposer.first) + 3
-    assert error_of(solver.refitted(trials), trials) < 1e-3
-
-
-def test_the_first_are_the_answer_its_neighbours_the_even_split_and_torchs():
-    solver = solver_of()
-    first = Proposer(solver).first
-    best = solver.answers()[0]
-    assert first[0] == best
-    shares = {c.gpu0_bsz for c in first}
-    assert {c.batch_size for c in first[:-1]} == {best.batch_size}
-    assert first[-1].accumulation_steps != best.accumulation_steps, "one says what another number of micro-steps brings"
-    assert {best.gpu0_bsz + 1, best.gpu0_bsz - 1} <= shares
-    assert -(-best.batch_size // 3) in shares
-
-
-def test_copies_that_cost_more_than_the_fit_says_are_learnt_and_the_answer_moves():
-    # Copies cost once per step, gathers in every micro-step. The true gather cost was never measured.
-    told, truth = (
-        solver_of(),
-        solver_of(replace(STEP_TIME, gather_s_per_sample=(0.0, 0.06, 0.06), copies_s=(0.0, 0.5, 0.5))),
-    )
-    trials, _, ended = searched(Proposer(told), truth)
-    assert ended
-    best = max(trial.samples_per_s for trial in trials)
-    assert best >= 0.99 * max(map(truth.samples_per_s, everything(truth.space)))
-    # Every step gathers the same samples, so trials cannot separate the gather from the copies. They need not.
-    refitted = told.refitted(trials)
-    assert [refitted.samples_per_s(configuration_of(trial)) for trial in trials] == pytest.approx(
-        [trial.samples_per_s for trial in trials], rel=0.02
-    )
-
-
 @settings(max_examples=10, deadline=None)
 @given(
     st.floats(0.8, 1.5),
@@ -130,24 +90,6 @@ def test_whatever_the_truth_is_the_search_ends_and_is_no_worse_than_its_first_tr
     rates = [trial.samples_per_s for trial in trials]
     assert max(rates) >= rates[0]
     assert max(rates) >= 0.97 * max(map(truth.samples_per_s, truth.answers()))
-
-
-def test_noise_ends_the_search_when_the_promise_is_under_it():
-    told, truth = solver_of(), solver_of(replace(STEP_TIME, gather_s_per_sample=(0.0, 0.018, 0.018)))
-    quiet, _, _ = searched(Proposer(told), truth)
-    noisy, _, ended = searched(Proposer(told), truth, error=0.5)
-    assert ended
-    assert len(noisy) == len(Proposer(told).first) <= len(quiet)
-
-
-def test_where_the_model_is_off_for_reasons_it_does_not_know_the_sampler_gets_its_turns():
-    # The other devices' times rise in steps of 16 samples, which their timings did not show.
-    stairs = TimeCurve.of([(n, 2.5 * -(-n // 16)) for n in range(1, 65)])
-    told, truth = solver_of(), solver_of(replace(STEP_TIME, curves=(STEP_TIME.curves[0], stairs, stairs)))
-    trials, unproposed, ended = searched(Proposer(told, patience=3), truth)
-    assert ended
-    assert unproposed > 0
-    assert len(trials) < 60
 
 
 def test_where_the_model_is_off_one_sample_more_and_less_is_tried():
@@ -280,31 +222,8 @@ def test_two_like_devices_share_64_samples_evenly_and_once_whatever_the_noise(se
     assert max(best.split) - min(best.split) <= 2
 
 
-def test_where_everything_fails_it_gives_up():
-    solver = solver_of()
-    trials, _, ended = searched(Proposer(solver, patience=4), solver, fails=lambda c: True)
-    assert ended
-    assert len(trials) <= len(Proposer(solver).first) + 5 <= 5 + PATIENCE
-
-
-def test_without_an_effective_batch_the_knee_is_tried_and_found():
-    truth = solver_of(effective=None)
-    trials, _, ended = searched(Proposer(truth), truth)
-    assert ended
-    assert configuration_of(trials[0]) == truth.answers()[0]
-    tried = {configuration_of(trial) for trial in trials}
-    fastest = max(truth.answers(), key=truth.samples_per_s)
-    assert fastest in tried, "a knee is a share of the fastest, which has to be measured"
-
-
 class TestSteadied:
     """The estimate of a trial combines its measurement with the model's fit of all other trials."""
-
-    def test_exact_trials_and_failed_ones_stay(self):
-        solver = solver_of()
-        trials = [trial_of(solver, number, c) for number, c in enumerate(solver.first_trials())]
-        trials.append(replace(trials[0], number=9, samples_per_s=None, failure="sim:0 ran out"))
-        assert steadied(solver.refitted(trials), trials) == trials
 
     def test_a_lucky_trial_is_not_taken_for_the_fastest(self):
         """With noise, the highest of many measured throughputs is usually a lucky one."""
@@ -317,13 +236,3 @@ class TestSteadied:
         known = steadied(solver, [lucky if trial is beside else trial for trial in trials])
         assert max(known, key=lambda trial: trial.samples_per_s).number == best.number
         assert all(trial.error_share < 0.03 for trial in known)
-
-    def test_a_model_that_is_off_says_little(self):
-        solver = solver_of()
-        trials = [
-            replace(trial, samples_per_s=trial.samples_per_s * (1.5 if number % 2 else 0.5))
-            for number, c in enumerate(solver.first_trials())
-            for trial in [trial_of(solver, number, c, error=0.01)]
-        ]
-        for trial, known in zip(trials, steadied(solver, trials), strict=True):
-            assert known.samples_per_s == pytest.approx(trial.samples_per_s, rel=0.01)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,17 +50,6 @@ class TestSpace:
         assert space.batch_bounds(1) == (1, largest)
         assert not space.holds(Configuration(1, 1, 2))
 
-    @pytest.mark.parametrize("effective", [None, 12])
-    def test_is_empty_where_nothing_fits(self, effective):
-        space = space_of(effective, largest=0)
-        fewest, most = space.steps_bounds()
-        assert all(space.batch_bounds(steps) is None for steps in range(fewest, most + 1))
-        assert not space.holds(Configuration(1, 1, fewest))
-
-    def test_some_numbers_of_steps_have_no_batch(self):
-        # ceil(10 / N) is 5 for N = 2 and 10 for N = 1, so no batch size makes 7 steps.
-        assert space_of(10, max_steps=10).batch_bounds(7) is None
-
     def test_device_0s_share_is_bounded(self):
         space = Space(Region(MemoryFit(0.0, 10.0), 50, 5, (4,), 100), (9, 9), 4)
         assert space.holds(Configuration(5, 9, 1))
@@ -79,9 +67,6 @@ def trial(number: int, batch_size: int, rate: float | None, error: float = 0.0) 
 
 
 class TestBestTrial:
-    def test_with_an_effective_batch_the_fastest(self):
-        assert best_trial(STEP, [trial(0, 4, 100.0), trial(1, 8, 101.0)]).number == 1
-
     def test_within_noise_the_plainest(self):
         """A step of 64 samples became (32, 31) and a single sample, because 63 seemed as fast as 64."""
         once, twice = trial(0, 64, 100.0, 0.01), replace(trial(1, 63, 101.0, 0.01), accumulation_steps=2)
@@ -91,18 +76,10 @@ class TestBestTrial:
         slow = trial(4, 64, 90.0, 0.01)
         assert best_trial(STEP, [slow, twice]) is twice, "but not where it is slower"
 
-    def test_of_equal_plainness_as_the_speeds_say(self):
-        trials = [replace(trial(n, 64, 100.0 + n, 0.01), gpu0_bsz=n) for n in (30, 31, 32, 33)]
-        assert best_trial(STEP, trials, lambda c: -abs(c.gpu0_bsz - 32)).gpu0_bsz == 32
-
     def test_without_noise_nothing_odd_is_taken_for_a_thousandth(self):
         once, twice = trial(0, 64, 100.0), replace(trial(1, 63, 100.05), accumulation_steps=2)
         assert best_trial(STEP, [once, twice]) is once
         assert best_trial(STEP, [once, replace(twice, samples_per_s=100.2)]).number == 1
-
-    def test_of_equal_ones_the_faster_then_the_earlier(self):
-        trials = [trial(0, 4, 99.5, 0.01), trial(1, 4, 100.0, 0.01), trial(2, 4, 100.0, 0.01)]
-        assert best_trial(STEP, trials).number == 1
 
     def test_without_an_effective_batch_the_knee(self):
         trials = [trial(0, 64, 1000.0), trial(1, 32, 970.0), trial(2, 16, 969.0)]

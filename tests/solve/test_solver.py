@@ -140,19 +140,6 @@ def test_measured_times_make_no_odd_answer_and_the_plainest_has_its_chance():
     assert once in solver(1.55, 0.03).first_trials(), "a fifth slower by the model, which may be wrong"
 
 
-@given(solvers(st.one_of(st.none(), st.integers(1, 40))))
-def test_the_answer_is_tried_first(solver):
-    answers, first = solver.answers(), solver.first_trials()
-    assert first[:1] == answers[:1]
-
-
-@pytest.mark.parametrize(("copies_s", "gpu0_bsz"), [(9.0, 4), (0.5, 2)])
-def test_device_0_alone_where_sharing_costs_more_than_it_brings(copies_s, gpu0_bsz):
-    region = Region(MemoryFit(0.0, 1.0), 100, 50, (50,), 100)
-    step_time = StepTime.bare((line(0.0, 1.0), line(0.0, 1.0)), 0.0, adds_up=False).with_costs_of(1, copies_s, 0.0)
-    assert Solver(Space(region, None), step_time).fastest_of(4, 1).gpu0_bsz == gpu0_bsz
-
-
 def unlike(copies_s: tuple[float, ...], *, effective: int = 48) -> Solver:
     """Four equally fast devices, some of them with slow links."""
     region = Region(MemoryFit(0.0, 1.0), 1000, 200, (200, 200, 200), 1000)
@@ -188,52 +175,6 @@ def test_where_the_host_bounds_a_step_its_last_micro_step_is_short():
     assert in_turn.answers()[0].batch_size > 24
     assert at_once.answers()[0].batch_size == 24
     assert {one.answers()[0].accumulation_steps for one in (in_turn, at_once)} == {2}
-
-
-def test_how_much_gathering_is_in_device_0s_way_is_tried():
-    region = Region(MemoryFit(0.0, 1.0), 1000, 8, (8, 8, 8), 1000)
-    step_time = replace(StepTime.bare((line(1.5, 0.1),) * 4, 0.0, adds_up=False), host_s=0.1)
-    solver = Solver(Space(region, (48, 48), 4), step_time)
-    assert solver.answers()[0].gpu0_bsz > 0
-    assert [solver.split_of(one) for one in solver.first_trials() if not one.gpu0_bsz] == [(0, 8, 8, 8)]
-
-
-def test_of_many_unlike_devices_the_dearest_are_left_out_first():
-    region = Region(MemoryFit(0.0, 1.0), 1000, 200, (200,) * 7, 1000)
-    step_time = StepTime.bare((line(0.5, 0.1),) * 8, 0.0, adds_up=False)
-    for index in range(1, 8):
-        step_time = step_time.with_costs_of(index, 0.01 * 10.0 ** (index // 2), 0.0)
-    solver = Solver(Space(region, (64, 64), 2), step_time)
-    split = solver.split_of(solver.answers()[0])
-    assert split[0] > 0
-    assert split[-1] == 0
-    used = [samples > 0 for samples in split[1:]]
-    assert used == sorted(used, reverse=True)
-
-
-def test_the_last_of_alike_devices_has_the_odd_sample():
-    solver = unlike((0.0, 0.0, 0.0), effective=41)
-    best = solver.answers()[0]
-    assert list(solver.split_of(best)[1:]) == sorted(solver.split_of(best)[1:])
-
-
-def test_where_gathering_costs_device_0_takes_more_than_its_own_time_says():
-    region = Region(MemoryFit(0.0, 1.0), 1000, 200, (200,), 1000)
-    bare = StepTime.bare((line(0.0, 1.0), line(0.0, 1.0)), 0.0, adds_up=False)
-    dear = Solver(Space(region, (32, 32), 1), bare.with_costs_of(1, 0.0, 1.5))
-    cheap = Solver(Space(region, (32, 32), 1), bare.with_costs_of(1, 0.0, 0.5))
-    assert cheap.answers()[0].gpu0_bsz == 16, "every sample that moves to device 0 costs more than it saves"
-    assert dear.answers()[0].gpu0_bsz == 32
-
-
-@given(solvers(st.integers(1, 40)))
-def test_the_answer_gains_nothing_by_another_share(solver):
-    answers = solver.answers()
-    if answers:
-        rates = [
-            solver.samples_per_s(c) for c in solver.neighbours(answers[0]) if c.batch_size == answers[0].batch_size
-        ]
-        assert solver.samples_per_s(answers[0]) >= max(rates, default=0.0) * (1 - 0.1)
 
 
 def test_devices_that_share_a_processor_split_evenly_as_far_as_they_can():
@@ -276,12 +217,6 @@ class TestRanks:
         assert least <= answer.effective_batch_size <= most
         assert answer.accumulation_steps == -(-answer.effective_batch_size // total)
         assert answer.samples_per_s > 0
-
-    def test_a_rank_that_holds_nothing_has_no_answer(self):
-        assert ranks((line(0, 1), line(0, 1)), (4, 0), (8, 8)).solve() is None
-
-    def test_the_faster_rank_takes_more(self):
-        assert ranks((line(1, 1), line(1, 3)), (64, 64), (32, 32)).solve().split == (24, 8)
 
 
 @given(st.integers(1, 100_000))

@@ -71,19 +71,6 @@ def test_time_passes_at_every_size(timed):
     assert all(seconds > 0 for _, seconds in curve.points)
 
 
-def test_a_time_below_its_own_noise_draws_no_other_down():
-    timed = [TimedSize(1, 1e-9, 0.001), *(TimedSize(n, 0.003, 0.0001) for n in SIZES)]
-    curve = curve_of(timed)
-    assert curve(1) == pytest.approx(0.003, rel=0.05)
-    assert curve(32) == pytest.approx(0.003, rel=0.05)
-
-
-def test_a_line_that_falls_is_no_line():
-    falling = [TimedSize(n, 1.0 - 0.01 * n, 0.05) for n in SIZES]
-    curve = curve_of(falling)
-    assert [curve(n) for n in SIZES] == [falling[0].seconds] * len(SIZES)
-
-
 class TestPooled:
     def test_alike_devices_that_differ_by_noise_are_one(self):
         generator, truth = random.Random(1), line(0.01, 0.002)

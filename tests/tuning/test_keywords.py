@@ -27,12 +27,8 @@ BATCH = (torch.zeros(8, 4), torch.zeros(8, 2))
             "Use effective_batch_size (samples per optimizer step) or max_batch_size (samples per forward).",
         ),
         ("criterion", "Use loss_fn."),
-        ("gpus", "Use devices."),
-        ("mixed_precision", "Use precision."),
-        ("reserved", "Use reserve."),
         ("n_trial", "Use n_trials."),
         ("loss_scope", "pass Workload(model, sample_batch, loss_scope=...)."),
-        ("accumulation_steps", "Use effective_batch_size."),
         ("sample_batch_size", "Use sample_batch."),  # a Workload computes it, and takes no such argument
     ],
 )

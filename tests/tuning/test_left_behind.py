@@ -669,14 +669,6 @@ def phases_of(kind: str, *quick: str) -> list[Any]:
     ]
 
 
-def in_turn() -> list[Any]:
-    """Return every phase with one of the errors, in turn."""
-    return [
-        pytest.param(phase, ERRORS[index % 2], id=f"{name}-{ERRORS[index % 2].__name__}")
-        for index, (name, phase) in enumerate(PHASES.items())
-    ]
-
-
 def half_of_all(quick: dict[str, tuple[str, ...]]) -> list[Any]:
     """Return half of all disturbed tunings: every phase, with all pairs of values of kind, devices and error.
 
@@ -713,12 +705,6 @@ class TestDisturbedProbes:
     def test_of_a_model_that_cannot_be_copied(self, phase, error, books):
         check_phase("borrowed", phase, error, "", books)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("phase", "error"), in_turn())
-    def test_of_a_compiled_model(self, phase, error, books):
-        """After an error, a compiled model takes the code path of a copied model, which is tested with both errors."""
-        check_phase("compiled", phase, error, "", books)
-
 
 @pytest.mark.parametrize(
     ("kind", "phase", "error", "devices"),
@@ -745,6 +731,16 @@ def test_a_compiled_models_tuning(stage, error, ends, books):
     assert outcome(lambda: case.plan("cpu:64KiB")) is ends
     case.live.watch.check()
     check_books(books)
+
+
+@pytest.mark.parametrize("kind", ["copied", slow("borrowed")])
+def test_a_remembered_plan_leaves_nothing_behind_either(kind):
+    case = Case(kind)
+    for _ in range(2):
+        case.trap.disarm()
+        plan = tune(case.source, devices=SIMULATED, effective_batch_size=48, max_batch_size=32, n_trials=2)
+        case.live.watch.check()
+    assert plan.notes[0].kind == "from-profile"
 
 
 @pytest.mark.parametrize("kind", ["copied", "borrowed"])

@@ -62,16 +62,6 @@ def test_it_is_drawn_in_its_own_place(monkeypatch):
     assert "3 steps, 1 OOM, best 1,234 samples/s, 0 s" in "".join(read.texts)
 
 
-def test_what_comes_fast_is_left_out_and_the_end_never(monkeypatch):
-    screen = Screen()
-    monkeypatch.setitem(sys.modules, "IPython", screen)
-    monkeypatch.setattr(notebook, "SHORTEST_S", 3600.0)
-    bar = notebook_bar()
-    for share in (0.1, 0.2, 0.3, 1.0):
-        bar(Progress("search", f"at {share}", share))
-    assert ["at 0.1" in screen.drawn[0][1], "at 1.0" in screen.drawn[1][1], len(screen.drawn)] == [True, True, 2]
-
-
 CELL = """
 import torch, autosplit
 model = torch.nn.Linear(8, 8)

@@ -136,26 +136,6 @@ def test_figures_are_those_of_a_machine_that_is_really_changed(make, kinds, effe
         assert_told(plan, what, None, really)
 
 
-@pytest.mark.slow
-def test_a_gather_of_one_number_bounds_nothing_and_copies_do(tuned):
-    plan = tuned(mlp, [cards()[0]] * 2, 4096)
-    found = {bound.what: bound.gain for bound in plan.explain().bounds}
-    assert "gather" not in found
-    assert found["copies"] > 1.2
-    assert Plan.from_json(plan.to_json()).explain() == plan.explain()
-
-
-@pytest.mark.slow
-def test_memory_that_bounds_is_told_as_more_of_it_does(tuned):
-    fast, slow = cards()
-    plan = tuned(mlp, [fast, slow], 16384, "@0.25GiB")
-    (told,) = [change for change in plan.changes if change.what == "one_gib_more"]
-    index = int(told.device[-1])
-    larger = [f"1xcard{n}@{1.25 if n == index else 0.25}GiB" for n in range(2)]
-    really = tune(mlp(), devices="sim:" + "+".join(larger), effective_batch_size=16384, profile="off")
-    assert told.samples_per_s == pytest.approx(really.samples_per_s, rel=NEAR)
-
-
 def test_a_plan_of_cards_of_which_nothing_else_was_simulated_claims_nothing(tuned):
     """Older plans charged all unknown costs to the gather, so their predictions are not used."""
     plan = replace(tuned(cnn, [cards()[0]] * 2, 64), changes=None)

@@ -17,16 +17,11 @@ from torch.nn import functional as F
 from autosplit import BalancedDataParallel, find_ceiling, measure, tune
 from autosplit.errors import InputError, WorkloadError
 from autosplit.profiles.key import workload_of
-from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.model_copy import training_copy
 from autosplit.workload.compiled import (
     COMPILED_TIMES,
     FUSED_SHARE,
     CompiledTimes,
-    compiled_like,
-    compiled_times_note,
     eager_of,
-    fused_share_of,
     has_compiled_parts,
     is_compiled,
     with_eager_parts,
@@ -91,18 +86,6 @@ def test_a_copy_is_eager_and_the_original_stays(name):
     assert torch.equal(eager(BATCH[0]), module(BATCH[0]))
 
 
-@pytest.mark.parametrize("name", ["whole", "in_place"])
-def test_are_compiled_again_as_they_were(name, monkeypatch):
-    monkeypatch.setattr(nn.Module, "compile", lambda self: setattr(self, "_compiled_call_impl", self._call_impl))
-    module = COMPILED[name]() if name == "whole" else net()
-    if name == "in_place":
-        module.compile()
-    again = compiled_like(module, copy.deepcopy(eager_of(module)))
-    assert is_compiled(again)
-    assert type(again) is type(module)
-    assert torch.equal(again(BATCH[0]), module(BATCH[0]))
-
-
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
@@ -137,20 +120,6 @@ def test_published_times_are_those_of_the_table(kind):
     assert CompiledTimes(len(pairs), *found) == COMPILED_TIMES[kind]
 
 
-def test_the_kind_of_a_model_is_that_of_most_parameters():
-    convolutions = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3), nn.Flatten(), nn.Linear(64, 10))
-    patches = nn.Sequential(nn.Conv2d(3, 64, 4, 4), nn.Flatten(2), nn.Linear(64, 256), nn.Linear(256, 64))
-    compiled = torch.compile(convolutions, backend="eager")
-    assert "autosplit does not simulate torch.compile for CNNs" in compiled_times_note([compiled])
-    assert "compiled CNNs" in compiled_times_note([compiled])
-    assert "compiled transformers" in compiled_times_note([patches])
-    assert [fused_share_of([model]) for model in (compiled, patches, torch.compile(patches, backend="eager"))] == [
-        1,
-        1,
-        FUSED_SHARE,
-    ]
-
-
 def test_a_compiled_transformer_is_predicted_faster_with_the_same_products():
     """Published steps of compiled GPTs took half of the time that was predicted for eager ones."""
     layer = nn.TransformerEncoderLayer(64, 2, 256, batch_first=True, dropout=0.0)
@@ -176,14 +145,6 @@ def test_a_ceiling_of_one():
     workload = Workload(compiled(), BATCH, loss_fn=F.cross_entropy)
     eager = Workload(net(), BATCH, loss_fn=F.cross_entropy)
     assert find_ceiling(workload, "cpu:1MiB").batch_size == find_ceiling(eager, "cpu:1MiB").batch_size
-
-
-def test_the_runtime_says_nothing_of_a_compiled_steps_memory():
-    from autosplit.devices.spec import parse_devices
-    from autosplit.runtime.protocol import StepShape
-
-    trainee = training_copy(Workload(compiled(), BATCH, loss_fn=F.cross_entropy), device=torch.device("cpu"))
-    assert CpuRuntime(parse_devices("cpu:1MiB"), (2**20,), trainee).peaks(StepShape(((4,),), compiled=True)) == ()
 
 
 @pytest.mark.parametrize("name", COMPILED)
