@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raised import raises
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autosplit
 from autosplit import Workload
@@ -21,6 +23,8 @@ from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.loss_weights import DoubtfulWeights, ReduceWarning, weights_of
 from autosplit.plan.record import reduce_of
 from autosplit.probe.gradient_check import check
+from autosplit.runtime.fake_copy import fake_mode
+from autosplit.runtime.memory_tracker import Tracker
 
 SPLITS = [(4, 6, 6), (1, 2, 13)]
 VOCABULARY = 40
@@ -75,6 +79,9 @@ def assert_as_the_whole(model, call, split, **options):
 
 
 class TestExplicit:
+    def test_sum(self):
+        assert weights_of("sum", nn.Identity(), calls(1, 2), [1, 1]) == [1.0, 1.0]
+
     @given(st.lists(st.integers(1, 99), min_size=1, max_size=9))
     def test_samples(self, sizes):
         weights = weights_of("samples", nn.Identity(), calls(*sizes, length=99), sizes)
@@ -111,6 +118,13 @@ class TestExplicit:
     def test_tokens_without_labels(self):
         with raises(WorkloadError, "['x']"):
             weights_of("tokens", nn.Identity(), [((torch.ones(1),), {"x": 1})], [1])
+
+    def test_tokens_of_fake_tensors(self):
+        """Weights must not depend on values, which fake tensors do not have."""
+        with FakeTensorMode():
+            chunks = [((), {"labels": torch.zeros(2, 3, dtype=torch.long)}) for _ in range(2)]
+            weights = weights_of("tokens", nn.Identity(), chunks, [2, 2])
+        assert [weight.shape for weight in weights] == [(), ()]
 
     def test_unknown(self):
         with raises(InputError, "'mean'"):
@@ -155,6 +169,27 @@ class TestWhereNobodySaysIt:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             wrapped(**call)
+
+    def test_nothing_is_said_where_no_loss_comes_back(self):
+        class PerToken(TokenMean):
+            def forward(self, x, labels):
+                return F.cross_entropy(nn.Linear.forward(self, x).transpose(1, 2), labels, reduction="none")
+
+        call = {"x": torch.randn(4, 8, 4), "labels": padded(4)}
+        assert BalancedDataParallel(None, PerToken(), ["cpu"] * 2, split=(1, 3))(**call).shape == (4, 8)
+
+    def test_labels_are_looked_at_once(self):
+        weights_of(None, TokenMean(), calls(6, 6), [1, 1])
+        assert not isinstance(weights_of(None, TokenMean(), calls(6, 2), [1, 1]), DoubtfulWeights)
+
+    def test_fake_labels_are_not_looked_at(self):
+        with FakeTensorMode():
+            chunks = [((), {"labels": torch.zeros(2, 3, dtype=torch.long)}) for _ in range(2)]
+            assert weights_of(None, TokenMean(), chunks, [2, 2]) == [0.5, 0.5]
+        assert isinstance(weights_of(None, TokenMean(), calls(6, 2), [1, 1]), DoubtfulWeights)
+
+    def test_one_share_needs_no_weight(self):
+        assert weights_of(None, TokenMean(), calls(2), [4]) == [1.0]
 
 
 # Models of transformers, tiny and with random weights
@@ -203,6 +238,16 @@ GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+VIT = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+    "num_labels": 3,
+    **NO_DROPOUT,
+}
 
 
 def tokens(batch_size=16, length=8):
@@ -215,7 +260,14 @@ def spans():
 
 HEADS = {
     "gpt2": ("GPT2LMHeadModel", GPT2, lambda: {"labels": padded()}),
+    "llama": ("LlamaForCausalLM", TEXT, lambda: {"labels": padded()}),
+    "masked": ("BertForMaskedLM", TEXT | NO_DROPOUT, lambda: {"labels": padded()}),
     "tokens": ("BertForTokenClassification", TEXT | NO_DROPOUT | {"num_labels": 3}, lambda: {"labels": padded()}),
+    "one class": (
+        "BertForSequenceClassification",
+        TEXT | NO_DROPOUT | {"num_labels": 3},
+        lambda: {"labels": torch.randint(0, 3, (16,))},
+    ),
     "one class, padded": (
         "LlamaForSequenceClassification",
         TEXT | {"num_labels": 3},
@@ -226,8 +278,15 @@ HEADS = {
         TEXT | NO_DROPOUT | {"num_labels": 3},
         lambda: {"labels": torch.rand(16, 3).double()},
     ),
+    "regression": (
+        "BertForSequenceClassification",
+        TEXT | NO_DROPOUT | {"num_labels": 1},
+        lambda: {"labels": torch.randn(16, 1).double()},
+    ),
     "question answering": ("BertForQuestionAnswering", TEXT | NO_DROPOUT, spans),
     "bart": ("BartForConditionalGeneration", BART, lambda: {"labels": padded()}),
+    "bart's decoder": ("BartForCausalLM", BART, lambda: {"labels": padded()}),
+    "image": ("ViTForImageClassification", VIT, lambda: {"labels": torch.randint(0, 3, (16,))}),
 }
 
 
@@ -235,11 +294,13 @@ def model_and_call(transformers, name, dtype=torch.float64):
     kind, config, labels = HEADS[name]
     head = getattr(transformers, kind)
     head_config = head.config_class(**config)
+    inputs = {"pixel_values": torch.randn(16, 3, 8, 8).double()} if "VIT" in kind.upper() else {"input_ids": tokens()}
     model = head(head_config)
-    return (model if dtype == torch.float32 else model.to(dtype)).train(), {"input_ids": tokens(), **labels()}
+    return (model if dtype == torch.float32 else model.to(dtype)).train(), {**inputs, **labels()}
 
 
-BY_SAMPLES = {"many classes", "question answering"}
+NEXT = {"gpt2", "llama"}
+BY_SAMPLES = {"many classes", "regression", "question answering"}
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -248,7 +309,7 @@ def test_the_check_finds_what_a_head_averages_over(transformers, name):
     model, call = model_and_call(transformers, name)
     sample = {key: part.clamp(min=0) if reducing.is_integer(part) else part for key, part in call.items()}
     (gradient, *_) = check(Workload(model, sample))
-    assert gradient.reduce == ("next tokens" if name == "gpt2" else None if name in BY_SAMPLES else "tokens")
+    assert gradient.reduce == ("next tokens" if name in NEXT else None if name in BY_SAMPLES else "tokens")
     assert gradient.split_error < 1e-6
     for split in SPLITS:
         model.zero_grad()
@@ -272,3 +333,38 @@ def test_a_head_that_divides_by_the_items_is_added_up(transformers):
     """The Trainer passes models the number of labels in a whole optimizer step."""
     model, call = model_and_call(transformers, "gpt2")
     assert_as_the_whole(model, {**call, "num_items_in_batch": torch.tensor(7)}, (4, 12), reduce="next tokens")
+
+
+def test_by_samples_a_language_model_is_off(transformers):
+    """Three long sequences among short ones: nearly half of the tokens, but a fifth of the batch."""
+    model, call = model_and_call(transformers, "gpt2")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(40.0)  # predictions as sharp as those of a trained model
+        expected = model(input_ids=call["input_ids"]).logits.argmax(-1)
+    call["labels"] = torch.cat([expected[:, :1], expected[:, :-1]], dim=1)  # the predicted labels ...
+    call["labels"][3:, 3:] = -100
+    call["labels"][:3] = tokens(3)  # ... and the others
+    whole = model(**call).loss.detach()
+    errors = []
+    for reduce in ("samples", "next tokens"):
+        wrapped = BalancedDataParallel(None, model, ["cpu"] * 3, split=(1, 2, 13), reduce=reduce)
+        errors.append(float((wrapped(**call).loss.detach() - whole).abs() / whole))
+    assert errors[0] > 0.1
+    assert errors[1] < 1e-6
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_model_over_followed_devices(transformers, fake):
+    """The tuner's devices: labels are counted on real and fake devices, and caches are joined there, too."""
+    with fake_mode() if fake else contextlib.nullcontext():
+        model, call = model_and_call(transformers, "gpt2", torch.float32)
+        expected = model(**call).loss
+        wrapped = BalancedDataParallel(None, model, ["cpu"] * 3, split=(1, 2, 13), reduce="next tokens")
+        with Tracker(["first", "second", "third"], [None] * 3) as tracker:
+            outputs = wrapped(**call)
+            outputs.loss.backward()
+            keys = outputs.past_key_values.layers[0].keys
+            assert [tracker.device_of(tensor) for tensor in (outputs.loss, outputs.logits, keys)] == [0, 0, 0]
+        assert keys.shape == (16, 2, 8, 8)
+        if not fake:
+            torch.testing.assert_close(outputs.loss, expected, rtol=1e-6, atol=0)

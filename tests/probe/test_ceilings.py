@@ -18,7 +18,7 @@ from torch import nn
 import autosplit
 from autosplit import Workload, find_ceiling
 from autosplit.errors import InputError, UserCodeError, WorkloadError
-from autosplit.oom import OutOfMemoryError
+from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.model_copy import training_copy
@@ -141,8 +141,42 @@ def test_a_memory_bank_that_grows_with_every_step_has_no_ceiling(device, counted
     assert counted == []
 
 
+def test_neither_does_a_custom_step_that_keeps_what_it_sees():
+    kept = []
+
+    def step(model, optimizer, batch):
+        kept.append(model(batch))  # with its graph
+        kept[-1].sum().backward()
+        optimizer.step()
+
+    with raises(WorkloadError):
+        find_ceiling(Workload(mlp(32), torch.randn(8, 32), step=step, optimizer=torch.optim.SGD), "cpu:1MiB")
+
+
 def test_a_list_of_losses_is_no_memory_bank(counted):
     assert_right(lambda: classifier(Noting(torch.mean)), "1MiB", counted)
+
+
+class Queued(Noting):
+    """Keeps its data in a ring of fixed size."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda outputs: outputs)
+        self.ring, self.at = torch.zeros(4096, 10), 0
+
+    def forward(self, x):
+        outputs = self.layers(x)
+        for row in range(0, len(x), 64):
+            part = outputs.detach()[row : row + 64]
+            self.at = self.at if self.at + len(part) <= len(self.ring) else 0
+            self.ring[self.at : self.at + len(part)] = part
+            self.at += len(part)
+        return outputs
+
+
+@pytest.mark.slow
+def test_a_ring_of_fixed_size_counts_once(counted):
+    assert_right(lambda: classifier(Queued()), "1MiB", counted)
 
 
 def test_an_optimizer_of_which_no_two_steps_are_alike_is_refused():
@@ -219,6 +253,22 @@ def tensor_draw():
     return torch.rand([])
 
 
+def number_draw():
+    return torch.rand(1).item()
+
+
+def in_place_draw():
+    return torch.empty(1).uniform_(0, 1).item()
+
+
+def signed_draw():
+    return (torch.empty(()).uniform_(-1, 1) + 1) / 2
+
+
+def coin():
+    return torch.bernoulli(torch.tensor(0.7))
+
+
 def python_draw():
     return random.random()
 
@@ -228,6 +278,10 @@ def python_draw():
     [
         (tensor_draw, True),
         slow(python_draw, False),
+        for_release(tensor_draw, False),
+        for_release(python_draw, True),
+        *(for_release(number_draw, low) for low in (True, False)),
+        *(for_release(draw, True) for draw in (in_place_draw, signed_draw, coin)),
     ],
 )
 def test_layers_that_are_left_out_at_random_count(draw, low, counted):
@@ -431,6 +485,15 @@ class TestHeldInterrupts:
         finally:
             signal.signal(signal.SIGINT, before)
 
+    def test_what_is_ignored_stays_ignored(self):
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with held_interrupts():
+                signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGINT, before)
+
     @pytest.mark.slow
     def test_interrupts_at_random_moments_of_a_tuning_are_only_interrupts(self):
         """Press Ctrl-C only during the tuning. An alarm just before or after it failed the test."""
@@ -448,3 +511,8 @@ class TestHeldInterrupts:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+
+
+def test_a_ceiling_that_does_not_exist_still_names_bytes():
+    with pytest.raises(DoesNotFitError, match="does not fit on cpu:0"):
+        find_ceiling(classifier(small(), optimizer=torch.optim.SGD), "cpu:1KiB")

@@ -22,17 +22,18 @@ from torch.nn import functional as F
 from workloads import Uncopyable, char_gpt, cnn, mlp, net, net_batch, recurrent
 
 import autosplit
+from autosplit.cli import check_report
 from autosplit.cli.main import main
 from autosplit.errors import UserCodeError, WorkloadError
 from autosplit.parallel.epoch_steps import steps
 from autosplit.plan.plan import Plan
 from autosplit.probe import gradient_check, gradient_runs
-from autosplit.probe.check_result import Check, is_count_expression
+from autosplit.probe.check_result import Check, error_text, is_count_expression
 from autosplit.probe.gradient_check import check, checks_for
 from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.tracked_step import wrapper_for
 from autosplit.workload.model_call import training_loss
-from autosplit.workload.tree import map_tensors
+from autosplit.workload.tree import Whole, map_tensors
 from autosplit.workload.workload import Workload
 
 
@@ -273,6 +274,8 @@ def counted_by(advice):
     [
         (-100, token_loss),
         (0, partial(token_loss, ignored=0)),
+        (7, partial(token_loss, ignored=7)),
+        (-1, lambda outputs, targets: token_loss(outputs, targets, -1)),
     ],
 )
 def test_a_mean_over_labels_is_named_with_what_counts_them(ignored, loss_fn):
@@ -284,6 +287,13 @@ def test_a_mean_over_labels_is_named_with_what_counts_them(ignored, loss_fn):
     assert f"labels that are not {ignored}" in advice_on(found, "loss")
     gradient, whole = accumulated(workload, counted_by(loss.advice))
     torch.testing.assert_close(gradient, whole)
+
+
+def test_equal_padding_is_exact_all_the_same():
+    inputs, targets = padded(-100)
+    targets[:, 3:] = -100
+    targets[:, :3] = 1
+    only_gradient(check(Workload(TokenModel(), (inputs, targets), loss_fn=token_loss)))
 
 
 def test_a_loss_inside_the_model_is_combined_by_what_it_averages_over():
@@ -408,6 +418,16 @@ def test_weights_of_samples_are_added_up_as_real_numbers():
     assert "a mean over the weights in batch[1][1]" in loss.advice
 
 
+def test_a_mean_over_an_unknown_unit_may_be_counted_by_the_user():
+    def weighted(outputs, targets):
+        weights = torch.tensor([1.0, 5.0, 2.0], dtype=outputs.dtype)[targets]
+        return (F.cross_entropy(outputs, targets, reduction="none") * weights).sum() / weights.sum()
+
+    loss = by_subject(check(classified(nn.Linear(4, 3), loss_fn=weighted)))["loss"]
+    assert loss.count is None
+    assert "if the loss is a mean over something else than samples, pass count= to plan.steps" in loss.advice
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_loss_over_the_whole_batch_forbids_accumulation(inside):
     workload = contrastive()
@@ -419,6 +439,19 @@ def test_a_loss_over_the_whole_batch_forbids_accumulation(inside):
     assert 'loss_scope="batch"' in advice_on(found, "loss")
     assert (loss.split_error > 0.3) == inside
     assert ("Let the model return its outputs" in loss.advice) == inside
+
+
+def test_similarities_to_all_samples_are_a_matter_of_the_loss():
+    class WithCriterion(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.criterion = nn.Linear(8, 16), nn.CrossEntropyLoss()
+
+        def forward(self, x, y):
+            return self.criterion(self.encoder(x) @ y.T, torch.arange(len(x)))
+
+    found = check(Workload(WithCriterion(), (torch.randn(16, 8), torch.randn(16, 16))))
+    assert 'loss_scope="batch"' in advice_on(found, "loss")
 
 
 def test_a_declared_loss_over_the_whole_batch_is_not_accumulated():
@@ -438,8 +471,30 @@ def test_a_sum_is_told_from_a_mean():
     torch.testing.assert_close(*accumulated(workload, divided=True))
 
 
+def test_a_sum_inside_the_model_is_one_too():
+    class Summed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.layer(x).square().sum()
+
+    workload = Workload(Summed(), torch.randn(7, 4))
+    assert "loss_reduction='sum'" in advice_on(check(workload), "loss")
+    only_gradient(check(replace(workload, loss_reduction="sum")))
+
+
 def test_a_mean_that_was_declared_a_sum_is_told():
     assert "Pass loss_reduction='mean'" in advice_on(check(classified(nn.Linear(4, 3), loss_reduction="sum")), "loss")
+
+
+def test_a_part_whose_labels_are_all_ignored():
+    inputs, targets = padded(-100)
+    targets[-2:] = -100
+    workload = Workload(TokenModel(), (inputs, targets), loss_fn=token_loss)
+    loss = by_subject(check(workload))["loss"]
+    torch.testing.assert_close(*accumulated(workload, counted_by(loss.advice)))
 
 
 def test_a_part_whose_mean_is_not_a_number():
@@ -492,6 +547,29 @@ def test_random_numbers_are_not_blamed_on_the_loss():
     assert one.accumulation_error > 0.01
     assert not one.depends
     assert "draws random numbers" in one.remark
+
+
+def test_a_little_noise_hides_nothing_larger():
+    class AlmostQuiet(Noisy):
+        def forward(self, x):
+            return self.layer(x + 1e-6 * torch.randn_like(x))
+
+    found = check(classified(AlmostQuiet(), loss_fn=partial(F.cross_entropy, reduction="sum")))
+    assert found[0].depends
+    assert by_subject(found)["loss"].depends
+
+
+def test_other_batch_dimensions_and_what_holds_no_samples():
+    class TimeFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.LSTM(4, 6)
+
+        def forward(self, x, mixing):
+            return self.layer(torch.einsum("ts,snf->tnf", mixing, x))[0].square()
+
+    batch = (torch.randn(6, 7, 4), Whole(torch.randn(6, 6)))
+    only_gradient(check(Workload(TimeFirst(), batch, batch_dim=1)))
 
 
 class Placed(nn.Module):
@@ -562,6 +640,11 @@ def test_the_batchnorm_of_a_gan_is_named():
     assert all(one.depends for one in found)
 
 
+def test_a_gan_with_a_layer_that_looks_at_neighbours():
+    found = check(gan(lambda _: BatchSoftmax()))
+    assert "depends on the whole batch: the loss or a layer" in advice_on(found, "loss")
+
+
 def test_an_optimizer_that_steps_twice_and_one_with_a_closure():
     model = nn.Linear(4, 3)
 
@@ -621,6 +704,10 @@ def test_the_users_own_errors_show_where():
     assert "in the loss" in notes[0].text
 
 
+def test_a_function_that_returns_a_workload_is_taken():
+    only_gradient(autosplit.check(mlp))
+
+
 def test_models_without_memory_are_not_checked():
     with fake_mode():
         workload = mlp()
@@ -656,6 +743,15 @@ def test_a_slow_first_forward_does_not_skip_the_check(monkeypatch):
     found, notes = checks_for(classified(Cold(4, 3), 4))
     assert notes == ()
     assert not only_gradient(found).depends
+
+
+def test_what_takes_too_long_is_not_checked(monkeypatch):
+    monkeypatch.setattr(gradient_check, "WARM_S", 0.0)
+    monkeypatch.setattr(gradient_check, "PASS_S", 0.0)
+    found, notes = checks_for(mlp())
+    assert found == ()
+    assert notes[0].kind == "not-checked"
+    assert "took over 0 s" in notes[0].text
 
 
 def test_time_that_runs_out_without_gradients_leaves_them_on(monkeypatch):
@@ -694,6 +790,20 @@ def test_as_many_samples_as_time_allows_are_checked(monkeypatch):
     assert max(seen) == 10
 
 
+def test_a_check_costs_few_passes(monkeypatch):
+    samples = []
+
+    def counting(workload):
+        model = workload.model
+        model.register_forward_hook(lambda _, args, __: samples.append(len(args[0])))
+        samples.clear()
+        checks_for(workload)
+        return sum(samples) / workload.sample_batch_size
+
+    assert counting(mlp()) <= 4.5
+    assert counting(classified(net(), loss_fn=partial(F.cross_entropy, reduction="sum"), samples=8)) <= 11
+
+
 # ------------------------------------------------------------------------------------------ nothing is left behind
 
 
@@ -722,7 +832,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("make", [net, Uncopyable])
 @pytest.mark.parametrize("failing", [None, ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("call", [1, 4])
+@pytest.mark.parametrize("call", [1, 2, 4, 7])
 def test_the_live_model_is_as_it_was(make, failing, call):
     model = make()
     calls = []
@@ -775,6 +885,23 @@ def test_figures_are_those_of_the_wrapper_and_of_steps():
     torch.testing.assert_close(split, whole)
 
 
+def test_relative_differences():
+    ones, zeros = torch.ones(4), torch.zeros(4)
+    assert gradient_runs.relative({"a": ones * 1.1}, {"a": ones})["a"] == pytest.approx(0.1, rel=1e-5)
+    assert gradient_runs.relative({"a": zeros}, {"a": ones}) == {"a": 1.0}
+    assert gradient_runs.relative({"a": zeros}, {"a": zeros}) == {"a": 0.0}
+    assert gradient_runs.relative({}, {"a": ones}) == {"a": math.inf}
+    assert gradient_runs.relative({"a": ones * math.nan}, {"a": ones}) == {"a": math.inf}
+
+
+def test_a_gradient_is_one_row():
+    dense, sparse, unused = (torch.ones(2, requires_grad=True) for _ in range(3))
+    dense.grad, sparse.grad = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 3.0]).to_sparse()
+    turned = torch.ones(1, dtype=torch.complex64, requires_grad=True)
+    turned.grad = torch.tensor([4 + 5j])
+    assert gradient_runs._gradient_of([dense, sparse, unused, turned]).tolist() == [1, 2, 0, 3, 0, 0, 4, 5]
+
+
 # ------------------------------------------------------------------------------------------- plans, command line
 
 
@@ -785,6 +912,25 @@ def test_checks_come_back_with_their_plan():
     assert again == plan
     assert isinstance(again.checks[0], Check)
     assert plan.to_dict()["checks"][1]["subject"] == "BatchNorm1d at 1"
+
+
+def test_a_check_reads_as_one_line():
+    one = Check("loss", 3e-16, 0.684, depends=True, advice="Do this.", remark="So it is.")
+    assert str(one) == (
+        "loss changes when the batch is split (over devices: 3e-16, accumulated: 68 % off). Do this. So it is."
+    )
+    assert str(Check("gradient", 0.0123, None, depends=False)) == (
+        "gradient stays the same when the batch is split (over devices: 1.2 % off, accumulated: not checked)"
+    )
+    assert error_text(0.1) == "10 % off"
+
+
+def test_a_plans_report_has_the_changes_first_and_one_line_for_many_norms():
+    model = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))), nn.Flatten())
+    found = check(Workload(model, (torch.randn(6, 3, 2, 2), torch.randn(6, 12)), loss_fn=F.mse_loss))
+    assert [one.subject for one in found] == ["gradient", "BatchNorm2d at 1, 3, 5 and 2 more"]
+    quiet_one = Check("gradient of something", 1e-16, None, depends=False)
+    assert check_report.check_lines([quiet_one, *found]) == [*map(str, found), str(quiet_one)]
 
 
 @pytest.fixture

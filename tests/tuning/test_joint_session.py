@@ -49,7 +49,7 @@ from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.proposals import Proposer
 from autosplit.solve.search_space import Space
 from autosplit.solve.solver import Solver
-from autosplit.solve.step_time import RankStepTime, TimeCurve
+from autosplit.solve.step_time import RankStepTime, StepTime, TimeCurve
 from autosplit.solve.trial import Trial
 from autosplit.tuning import rank_group as jobs
 from autosplit.tuning.peers import Failure, Interrupts, Peers
@@ -211,6 +211,20 @@ def batches_made() -> int:
     return len(made)
 
 
+def without_memory_in_a_timed_step() -> list[Any]:
+    """Run out of memory only in the all-reduce. The waiting rank's collective times out."""
+
+    def spring() -> None:
+        if rank_here() == 1 and not sprung:
+            sprung.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    sprung: list[bool] = []
+    trap = Trap(spring, after=2)
+    plan = tune(workload(compute_loss=trap), profile="off", n_trials=3)
+    return [[trial.failure for trial in plan.trials], plan.real_ooms]
+
+
 def spinning_for_one_without_memory() -> list[Any]:
     """Run out of memory in the all-reduce, on a back end that waits forever. Then run a fitting step."""
     spinning.register()
@@ -316,6 +330,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "isolated": lambda: tune(workload(), profile="off", n_trials=1, isolate=True).to_json(),
     "plain": on_processors_of_their_own,
     "unused": lambda: tune(workload(Net(unused=True)), profile="off", n_trials=1).to_json(),
+    "without memory in a timed step": without_memory_in_a_timed_step,
     "less memory": with_less_memory,
 }
 
@@ -401,6 +416,12 @@ class TestTwoRanks:
         assert one == other
         assert [result if isinstance(result, int) else result[0] for result in one] == [0, 1, 0, 2, 1, 2]
         assert all(f"cpu:{result[0]}" in result[1] for result in one if not isinstance(result, int))
+
+    def test_one_that_lacks_it_only_where_gradients_meet_is_waited_for_in_vain(self, ranks: Any) -> None:
+        for failures, ooms in found_by(ranks, "without memory in a timed step"):
+            assert [failure for failure in failures if failure is not None]
+            assert all("rank 1: cpu:1 is out of memory" in failure for failure in failures if failure)
+            assert ooms >= 1
 
     def test_time_no_batch_being_made(self, ranks: Any) -> None:
         """Each timed step made its batches again. For images that took longer than the step."""
@@ -557,6 +578,21 @@ def test_what_happens_to_a_rank_is_said_once_with_its_exit_code(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["nowhere.py", *OPTIONS], 2, "nowhere.py does not exist"),
+        (["work.py", *OPTIONS[:2], "--devices", "cpu:400KiB,cpu:1KiB"], 3, "rank 1 failed: "),
+    ],
+)
+def test_errors_of_all_are_said_once(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
+    done = run_cli(tmp_path, "autosplit", "tune", *arguments)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("error: ") == 1, done.stderr
+    assert said in done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process that its parent was killed")
 def test_nothing_is_left_where_the_command_is_killed(tmp_path: Path) -> None:
     """Its ranks kept running, and a blocked rank stayed forever."""
@@ -613,6 +649,16 @@ def test_torchrun_by_hand(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- pieces
 
 
+def test_a_ranks_time_counts_the_all_reduce_whoever_has_samples() -> None:
+    curves = TimeCurve(((1, 1.0), (11, 11.0))), TimeCurve(((1, 2.0), (11, 22.0)))
+    time_s = RankStepTime(curves, (0.0, 3.0), (0.0, 0.0), 0.5, adds_up=False)
+    assert time_s.seconds([(4, 2)]) == pytest.approx(3 + 4 + 0.5)
+    assert time_s.seconds([(4, 2), (2, 3)]) == pytest.approx(3 + 4 + 6 + 0.5)
+    # The rank without samples runs one sample that does not count.
+    assert time_s.seconds([(1, 0)]) == pytest.approx(3 + 2 + 0.5)
+    assert StepTime(curves, (0.0, 3.0), (0.0, 0.0), 0.5, adds_up=False).seconds([(1, 0)]) == pytest.approx(1.5)
+
+
 @pytest.mark.parametrize("slower", [1.0, 1.6, 30.0])
 @pytest.mark.parametrize("effective", [None, (64, 64), (3, 3)])
 @pytest.mark.parametrize("least", [1, 2])
@@ -635,6 +681,53 @@ def test_a_slow_rank_takes_part_with_the_least_that_it_can(slower: float, effect
     assert Proposer(solver)([failed]).configuration is not None
 
 
+def test_a_search_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    curves = (TimeCurve(((1, 1e-3), (64, 1.5e-3))),) * 2
+    region = Region(MemoryFit(0, 0), 2**20, 64, (64,), 64)
+    solver = Solver(Space(region, None), RankStepTime(curves, (0.0, 0.0), (0.0, 0.0), 0.0, adds_up=False))
+    proposer = Proposer(solver)
+    trials = [
+        Trial(number, c.gpu0_bsz, c.batch_size, 1, solver.split_of(c), 10.0) for number, c in enumerate(proposer.first)
+    ]
+    monkeypatch.setattr(Solver, "answers", lambda _self: [])
+    proposer(trials)
+
+
+def test_it_is_refitted_to_steps_that_all_ranks_ran() -> None:
+    curves = TimeCurve(((1, 1.0), (11, 11.0))), TimeCurve(((1, 2.0), (11, 22.0)))
+    guess = RankStepTime(curves, (0.0, 1.0), (0.0, 0.0), 0.5, adds_up=False)
+    truth = replace(guess, copies_s=(0.0, 4.0), contention=1.5)
+    measured = [([split], truth.seconds([split])) for split in ((4, 2), (8, 1), (2, 6), (10, 5))]
+    fitted = guess.refitted(measured)
+    assert isinstance(fitted, RankStepTime)
+    for splits, seconds in measured:
+        assert fitted.seconds(splits) == pytest.approx(seconds, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("locals_", "expected"),
+    [([0, 1, 2, 3], None), ([0, 1, 0, 1], [2, 2]), ([0, 0, 1, 2], [1, 3]), ([None, None], None)],
+)
+def test_machines_are_told_apart_by_their_first_ranks(locals_: list[int | None], expected: list[int] | None) -> None:
+    machine = machine_of(parse_devices("cpu:1MiB"))
+    whole = jobs._machine_of_all([machine] * len(locals_), locals_)
+    assert whole.get("ranks_per_machine") == expected
+    assert whole["devices"] == [{**machine["devices"][0], "count": len(locals_)}]
+
+
+@pytest.mark.parametrize(
+    ("place", "spec", "index"),
+    [
+        (Place(1, 2, 1, 2), "cpu:1MiB,cpu:2MiB", 1),
+        (Place(3, 4, 1, 2), "cpu:1MiB,cpu:2MiB", 1),
+        (Place(1, 2, 0, 1), "cpu", 0),
+        (Place(1, 2), "cpu:1MiB,cpu:2MiB", 1),
+    ],
+)
+def test_each_rank_has_its_machines_device(place: Place, spec: str, index: int) -> None:
+    assert jobs._own_device(parse_devices(spec), place) == index
+
+
 class TestOwnPart:
     """A context takes up to a GiB. Eight ranks that examined eight GPUs left seven foreign contexts on each."""
 
@@ -652,9 +745,11 @@ class TestOwnPart:
         ("place", "spec", "own"),
         [
             (Place(1, 4, 1, 4), None, "cuda:1"),
+            (Place(5, 8, 1, 4), "cuda", "cuda:1"),
             (Place(1, 2, 1, 2), "cuda:3,2", "cuda:2"),
             (Place(1, 2, 1, 2), "cuda:3", "cuda:3"),  # each process was given one GPU
             (Place(1, 2, 1, 2), "cuda:0,1,2", "cuda:0,1,2"),  # all ranks must get this
+            (Place(0, 1), "cuda", "cuda"),
             (Place(1, 2, 1, 2), "cpu:1MiB,cpu:2MiB", "cpu:1MiB,cpu:2MiB"),
         ],
     )
@@ -676,6 +771,17 @@ class TestOwnPart:
         check_before_running({"devices": "cuda:0,1"}, None)
         assert isolates(None, "cuda")
         assert [*usable_here()] == []
+
+
+def test_two_signals_of_one_keypress_are_one() -> None:
+    interrupts = Interrupts()
+    with interrupts.noted():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # torchrun passes it on
+        assert interrupts.came
+        interrupts._at_s -= 5
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 class TestUsableHere:
