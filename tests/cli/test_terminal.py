@@ -43,12 +43,6 @@ def test_the_bar_says_what_is_done_and_what_was_found(terminal):
     assert text.rstrip().endswith("\x1b[2K")  # the line disappears at the end
 
 
-def test_a_long_message_gives_way_to_the_figures(terminal):
-    text = drawn_bar(terminal, Progress("search", "a long message [x] " * 9, 0.5, steps=31))
-    assert "31 steps" in text
-    assert "[x]" in text
-
-
 def test_no_color_is_respected(terminal, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     text = drawn_bar(terminal, Progress("times", "timing", 0.2))
@@ -68,7 +62,7 @@ def test_without_a_terminal_each_stage_of_a_long_run_is_a_line(capsys, monkeypat
     assert capsys.readouterr() == ("", " 62%  searching, trial 1\n")
 
 
-@pytest.mark.parametrize(("columns", "width"), [(None, 100), ("80", 80), ("x", 100), ("0", 100)])
+@pytest.mark.parametrize(("columns", "width"), [(None, 100), ("80", 80), ("x", 100)])
 def test_plain_text_has_a_width_and_no_escape_codes(monkeypatch, columns, width):
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
@@ -83,8 +77,6 @@ def test_plain_text_has_a_width_and_no_escape_codes(monkeypatch, columns, width)
     ("variables", "coloured"),
     [
         ({"FORCE_COLOR": "1"}, True),
-        ({"FORCE_COLOR": "0"}, False),
-        ({"FORCE_COLOR": ""}, False),
         ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
         ({"FORCE_COLOR": "1", "TERM": "dumb"}, False),
     ],
@@ -111,18 +103,6 @@ def test_a_dumb_terminal_gets_no_codes_and_keeps_its_width(terminal, monkeypatch
     assert "\x1b" not in drawn_bar(terminal, Progress("search", "trial 3 of 24", 0.5))
 
 
-def test_a_narrow_bar_says_what_is_done(terminal, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    text = drawn_bar(terminal, Progress("search", "trial 3 of 24", 0.5, steps=31, ooms=1, best_samples_per_s=1234.56))
-    assert "trial 3 of 24" in text
-    assert "50%" in text
-    assert "31 steps, 1 OOM, 1,235/s" in text
-
-
-def test_a_terminal_has_its_own_width(terminal):
-    assert console_for(terminal).width == 80
-
-
 @pytest.mark.parametrize("columns", ["60", "80", "200"])
 def test_after_ctrl_c_a_bar_says_what_comes_of_it(terminal, monkeypatch, columns):
     """The bar continued as if Ctrl-C had not been pressed, so users pressed it again."""
@@ -144,10 +124,3 @@ def test_what_is_written_meanwhile_goes_to_stderr(capfd):
     out, err = capfd.readouterr()
     assert out == "the answer\n"
     assert sorted(err.splitlines()) == ["by C", "by a child", "by print"]
-
-
-def test_stdout_comes_back_after_an_exception(capfd):
-    with pytest.raises(ValueError, match="x"), stdout_kept_clean():
-        raise ValueError("x")
-    os.write(1, b"still here\n")
-    assert capfd.readouterr().out == "still here\n"
