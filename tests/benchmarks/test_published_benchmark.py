@@ -59,13 +59,6 @@ def test_traces_are_kept_by_compute_capability_and_read_again(bench, monkeypatch
     assert [bench.seconds(row, tmp_path) for row in rows] == found
 
 
-def test_several_gpus_are_predicted(bench, monkeypatch):
-    net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
-    batch = (torch.zeros(2, 32), torch.zeros(2, dtype=torch.long))
-    monkeypatch.setattr(bench, "workload", lambda row: Workload(net, batch, loss_fn=F.cross_entropy))
-    assert bench.seconds(row_of(bench, "RTX3090", cards=3), None) > 0
-
-
 def test_each_step_of_a_language_model_is_compared_or_says_what_it_needs(monkeypatch):
     pytest.importorskip("transformers")
     bench = loaded("published_language", monkeypatch)
