@@ -46,29 +46,6 @@ class TestRates:
         assert 1e-7 < measured_rates.launch_s(CPU) < 1e-3
         assert 1e8 < measured_rates.copy_bytes_per_s(CPU, CPU) < 1e13
 
-    def test_a_product_that_the_device_has_not_is_none(self, monkeypatch):
-        def fails(*_args: object, **_options: object) -> None:
-            raise RuntimeError("not implemented for 'Half'")
-
-        monkeypatch.setattr(torch, "ones", fails)
-        assert measured_rates.matmul_flops(CPU, torch.float16, largest_bytes=2**20) is None
-
-    @pytest.mark.parametrize(("capability", "has"), [((9, 0), True), ((7, 5), False)])
-    def test_float32_by_tensor_cores_is_a_rate_of_its_own(self, monkeypatch, capability, has):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        seen = []
-
-        def rate(_device: object, dtype: torch.dtype, **_options: object) -> float:
-            seen.append((dtype, torch.get_float32_matmul_precision()))
-            return 1e12 * len(seen)
-
-        monkeypatch.setattr(measured_rates, "matmul_flops", rate)
-        found = doctor._flops_of(torch.device("cuda", 0), 2**30)
-        assert ("tf32" in found) == has
-        assert (torch.float32, "highest") in seen
-        assert ((torch.float32, "high") in seen) == has
-        assert torch.get_float32_matmul_precision() == "highest"
-
 
 class TestProblems:
     def test_who_else_holds_memory_is_said_with_a_cure(self):
@@ -77,12 +54,6 @@ class TestProblems:
         assert found.problem == "cuda:0: other processes use 4 GiB of 24 GiB"
         assert "end them" in found.cure
 
-    def test_a_note_with_a_cure_is_a_problem(self):
-        note = "compute capability 6.1 is not among what this torch was built for (sm_90); install a torch of at most 2"
-        (found,) = doctor._problems_of(reported(notes=(note, "temperature unknown"), unsupported=note))
-        assert found.problem == f"cuda:0: {note}"
-        assert doctor._problems_of(reported(unsupported=note, visible=False)) == []
-
     def test_a_slow_card_and_one_for_a_single_process_are_named(self):
         assert doctor._problems_of_rates(CARD) == []
         slow = replace(CARD, tflops_of_catalogue={"float16": 0.1}, memory_of_catalogue=0.3)
@@ -90,17 +61,6 @@ class TestProblems:
         assert [text.split(" of the")[0] for text in texts] == ["cuda:0 reaches 10%", "cuda:0 reaches 30%"]
         (found,) = doctor._problems_of_rates(replace(CARD, compute_mode="exclusive process"))
         assert "--no-isolate" in found.cure
-
-    def test_a_copy_that_arrives_wrong_is_a_problem_and_ends_nothing(self, monkeypatch):
-        def broken(_devices: object) -> None:
-            raise DeviceError("A known tensor that was copied from a to b arrived as zeros. Turn off the IOMMU.")
-
-        monkeypatch.setattr(doctor, "check_links", broken)
-        problems: list = []
-        found = doctor._copy_of(CPU, CPU, problems)
-        assert not found.arrives
-        assert found.gb_per_s > 0
-        assert problems[0].problem.endswith("arrived as zeros. Turn off the IOMMU.")
 
     def test_simulated_cards_are_refused(self):
         with raises(DeviceError):
@@ -137,10 +97,6 @@ class TestCards:
         assert main(command.split()) == 0
         monkeypatch.setenv(GPUS_VARIABLE, "gpus.toml")
         assert [device.spec.rates[:8] for device in parse_devices("sim:2xRTX 6090")] == ["measured"] * 2
-
-    def test_a_machine_without_cards_has_none_to_keep(self):
-        with raises(DeviceError):
-            cards_toml(replace(examined(CARD), kind="cpu"))
 
 
 class TestSharedResults:
@@ -203,13 +159,6 @@ class TestThisMachine:
         assert answer["training"]["measured_samples_per_s"] > 0
         assert answer["collective"] is None
         assert answer["took_s"] < 120
-
-    def test_the_table_has_all_of_it(self, capsys):
-        main(["doctor", "--devices", "cpu:64MiB"])
-        printed = capsys.readouterr()
-        for word in ("torch 2.", "cpu:0", "float16", "memory rate", "a small model", "its throughput"):
-            assert word in printed.out
-        assert "looking at a small model" in printed.err
 
 
 @pytest.mark.gpu
