@@ -160,9 +160,6 @@ def boxes(batch: dict[str, Any]) -> int:
     return sum(len(one["boxes"]) for one in batch["labels"])
 
 
-COUNTS = {"class weights": class_weights, "sample weights": sample_weights, "boxes": boxes, "vision": next_tokens}
-
-
 def in_one_process(name: str) -> torch.Tensor:
     make, collate = MODELS[name]
     model = make()
