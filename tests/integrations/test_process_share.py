@@ -339,7 +339,6 @@ class TestExamining:
 
 
 class TestWeighing:
-
     @pytest.mark.parametrize("value", [math.nan, math.inf, 1.0])
     def test_no_weight_sends_zeros_whatever_the_loss(self, value):
         model = nn.Linear(2, 1)

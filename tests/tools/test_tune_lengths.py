@@ -122,12 +122,13 @@ class Positions(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", ["sim:RTX3090@1331KiB+RTX3090@1126KiB"])
-def test_no_device_gets_more_of_any_length_than_it_was_seen_to_hold(devices):
+def test_no_device_gets_more_of_any_length_than_it_was_seen_to_hold():
     """43 samples ran as (24, 18). (12, 9) times 2.05 was derived from them, and ran out of memory at length 31."""
     lengths = [*range(4, 65)]
     options: Any = {"effective_batch_size": 256, "profile": "off", "n_trials": 4}
-    plan = tune_lengths(Positions(), BATCH, loss_fn=loss, devices=devices, lengths=lengths, **options)
+    plan = tune_lengths(
+        Positions(), BATCH, loss_fn=loss, devices="sim:RTX3090@1331KiB+RTX3090@1126KiB", lengths=lengths, **options
+    )
     assert min(plan.split) > 1
     assert plan.lengths is not None
     for length in lengths:
@@ -223,9 +224,8 @@ def test_no_time_leaves_the_longest_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", ["cpu:24MiB,cpu:12MiB"])
-def test_no_batch_of_an_epoch_is_over_an_enforced_budget(devices):
-    plan = tuned(devices, n_trials=6)
+def test_no_batch_of_an_epoch_is_over_an_enforced_budget():
+    plan = tuned("cpu:24MiB,cpu:12MiB", n_trials=6)
     assert plan.lengths is not None
     assert plan.lengths.points[-1].times > 10
     data = [torch.randint(50, (length,)) for length in LENGTHS]
