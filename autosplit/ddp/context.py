@@ -23,6 +23,7 @@ from autosplit.ddp.find_plan import check_model
 from autosplit.ddp.gradient_average import refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
 from autosplit.ddp.loader_steps import foreign_steps, refuse_hook, refuse_unplanned, sums_over_ranks, totals_over_ranks
+from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.progress import Progress
 from autosplit.ddp.rank_gather import Gathered, gather_rows
 from autosplit.ddp.rank_model import RankModel, refuse_options
@@ -134,7 +135,7 @@ class Context(CheckpointMethods):
         kwargs = {**self.plan.ddp.options.keywords(), **kwargs}
         wrapped = RankModel(moved(model, self.device), **kwargs)
         let_go_of_group_last(wrapped)
-        self._models.wrapped[wrapped] = None
+        self._models.wrapped.add(wrapped)
         self._models.meet_always |= has_synchronised(model)
         return wrapped
 
@@ -179,7 +180,7 @@ class Context(CheckpointMethods):
         checkpoint_layers(model, self.plan.checkpointed)
         shard_size = self.plan.ddp.shard_size
         addon("shard")(model, device=self.device, layers=layers, shard_size=shard_size, options=kwargs)
-        self._models.sharded[model] = None
+        self._models.sharded.add(model)
         self._models.meet_always = True  # every forward and backward gathers parameters
         return model
 
@@ -290,8 +291,9 @@ class Context(CheckpointMethods):
             count: Returns the divisor of a batch's mean loss, if the divisor is not the number of samples: an int
                 (labels without padding) or a float (the sum of the class weights of its labels).
             loss_scope: ``"ranks"`` if the loss divides by a number summed over all ranks, as in DETR. With several
-                micro-batches per step also pass `count`, which returns that number. Default: ``"sample"``, the loss is
-                the rank's own mean.
+                micro-batches per step also pass `count`, which returns that number. ``"sample"`` if the loss is the
+                rank's own mean. Default: ``"sample"``, but raise InputError if the ranks run a collective between the
+                forward and the first backward.
             on_oom: Pass ``"cut"`` on every rank to run a micro-batch again in two parts if it runs out of memory in
                 ``with step.attempt():``. The other ranks wait. See `Plan.steps`.
             noise_scale: On every rank an `autosplit.NoiseScale`, which estimates the gradient noise scale from the
@@ -343,7 +345,7 @@ class Context(CheckpointMethods):
         if not isinstance(sampler, ScheduledBatchSampler):
             made = self._foreign_steps(loader, count=count, spans_ranks=spans_ranks)
             made = checked(made, cuts, **estimate)
-            return Steps(self._synchronised(made, settings), None)
+            return Steps(self._synchronised(made, settings, watches=loss_scope is None), None)
         if sampler.rank_slice != self._slice:
             raise InputError(
                 f"The loader's batch sampler is a {type(sampler).__name__} for another rank or plan. Expected rank "
@@ -354,7 +356,7 @@ class Context(CheckpointMethods):
         given: Any = {"over_ranks": over_ranks, "spans_ranks": spans_ranks, "cuts": cuts, **estimate}
         sizes: Any = {"batch_size": self.batch_size, "effective_batch_size": self.effective_batch_size}
         made = steps(loader, **sizes, count=count, **given)
-        made = self._synchronised(made, settings)
+        made = self._synchronised(made, settings, watches=loss_scope is None)
         return Steps(made, sampler)
 
     def _foreign_steps(self, loader: Any, *, count: Count | None, spans_ranks: bool) -> Iterator[OptimizerStep]:
@@ -431,6 +433,8 @@ class Context(CheckpointMethods):
         self,
         made: Iterator[OptimizerStep],
         settings: Callable[[], Settings],
+        *,
+        watches: bool,
     ) -> Iterator[OptimizerStep]:
         """Synchronise gradients in the last micro-batch of each step, and anywhere outside the loop.
 
@@ -455,6 +459,9 @@ class Context(CheckpointMethods):
                     self._progress.begin_step(step.index)
                 if slow_ranks is not None:
                     mine.append(slow_ranks)
+                if watches:
+                    watches = False
+                    mine.append(LossCollectives())
                 step.listeners[:0] = mine
                 self._step = weakref.ref(step)
                 self._equal_gradients.begin_step(step.index)

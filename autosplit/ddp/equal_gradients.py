@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -31,7 +30,7 @@ from autosplit.autograd_graph import graph_leaves
 from autosplit.ddp.device import exchange_device, gathered, told_by_all
 from autosplit.ddp.rank_models import Models
 from autosplit.errors import InputError
-from autosplit.parallel.awaited_update import optimizers_since, updates_by_optimizer
+from autosplit.parallel.awaited_update import optimizers_since, updates_so_far
 from autosplit.parallel.step_listener import StepListener
 
 _CHUNK = 2**22
@@ -113,7 +112,7 @@ class EqualGradients(StepListener):
         self._models, self._device = models, device
         self._comparison = GradientComparison(_ADVICE)
         self._optimizers: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        self._updates: Counter[int] | None = None
+        self._updates: int | None = None
         self._parameters: dict[Tensor, None] = {}
         self._is_first = True
         self._index = 0
@@ -149,7 +148,7 @@ class EqualGradients(StepListener):
             self._parameters = inside | self._parameters
         step = f"optimizer step {self._index}"
         self._comparison.compare(self._parameters, self._describe, step, self._device)
-        self._updates = updates_by_optimizer()
+        self._updates = updates_so_far()
 
     def _describe(self, parameters: list[Tensor]) -> list[Described | None]:
         found: dict[int, Described | None] = {}

@@ -112,7 +112,7 @@ def _joined(profile: Plan | str | os.PathLike[str] | None, elastic: bool, timeou
     with (
         _process_group(place, ctx, store, timeout_s) as joined,
         progress.published(joined),
-        user_collectives(),
+        user_collectives(compares=True),
     ):
         agree_on(plan, place.rank)
         yield ctx

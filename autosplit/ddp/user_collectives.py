@@ -1,7 +1,7 @@
-"""Check the collectives of torch.distributed that the user's code runs.
+"""Count and check the collectives of torch.distributed that the user's code runs.
 
 The ranks of a plan have unequal numbers of samples, so code for equal batches fails at once. gloo would abort the
-process without a clear error.
+process without a clear error. A loss that runs a collective may already be normalised over the ranks.
 """
 
 from __future__ import annotations
@@ -18,16 +18,26 @@ from torch import distributed as dist
 from autosplit.errors import InputError
 
 _NAMES = ("all_gather", "all_gather_into_tensor", "all_reduce")
+_count = 0
+
+
+def collectives_so_far() -> int:
+    """Return the number of collectives of the user's code, counted inside `user_collectives`."""
+    return _count
 
 
 @contextmanager
-def user_collectives() -> Iterator[None]:
-    """Compare the sizes of the ranks' tensors before each collective that the user's code runs in the `with` block.
+def user_collectives(*, compares: bool) -> Iterator[None]:
+    """Count the collectives that the user's code runs in the `with` block.
 
-    Only for gloo, and for `all_gather` with every backend: NCCL would wait forever, or return another rank's memory.
+    Args:
+        compares: Whether the ranks first compare the sizes of their tensors. Only for gloo, and for `all_gather` with
+            every backend: NCCL would wait forever, or return another rank's memory.
     """
     originals = {name: getattr(dist, name) for name in _NAMES}
-    replaced = {name: _watched(name, one, originals["all_gather"]) for name, one in originals.items()}
+    replaced = {
+        name: _watched(name, one, originals["all_gather"] if compares else None) for name, one in originals.items()
+    }
     for name, watched in replaced.items():
         setattr(dist, name, watched)
     try:
@@ -44,13 +54,19 @@ def _watched(name: str, original: Any, all_gather: Any) -> Any:
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and _is_users(inspect.currentframe()):
+            _count_one()
             given = signature.bind(*args, **kwargs).arguments
             group = given.get("group")
-            if dist.get_rank(group) >= 0 and (name == "all_gather" or dist.get_backend(group) == "gloo"):
+            if all_gather and dist.get_rank(group) >= 0 and (name == "all_gather" or dist.get_backend(group) == "gloo"):
                 _require_expected_sizes(name, given, group, all_gather)
         return original(*args, **kwargs)
 
     return watched
+
+
+def _count_one() -> None:
+    global _count  # noqa: PLW0603  # the replaced functions belong to the module torch.distributed
+    _count += 1
 
 
 def _is_users(frame: Any) -> bool:

@@ -38,6 +38,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autosplit.ddp.group_end import let_go_of_group_last
+from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError, warn_user
 from autosplit.integrations.gradient_norms import RunNorms
@@ -134,6 +135,8 @@ class SharesLoader(DataLoaderShard):
                 self.gradient_state._remove_dataloader(self)
                 self.gradient_state._add_dataloader(self)
             position.draw(one._replace(batch=None), iteration)
+            if self._accelerator._collectives is not None:
+                self._accelerator._collectives.begin()
             yield one.batch if self.device is None else send_to_device(one.batch, self.device, self._non_blocking)
         self.iteration += 1
         self.end()
@@ -209,6 +212,7 @@ class Accelerator(accelerate.Accelerator):
         self._norms = RunNorms.of_share(self.share, noise_scale)
         self.noise_scale = None if self._norms is None else self._norms.noise_scale
         self._count, self._scope = count, loss_scope
+        self._collectives: LossCollectives | None = None
         self._gradients: TrainedGradients | None = None
         if checked_scope(loss_scope):
             sums = self.share is not None and self.share.plan.loss_reduction == "sum"
@@ -245,6 +249,8 @@ class Accelerator(accelerate.Accelerator):
             self._gradients = TrainedGradients(self._models, again)
         if self.share is not None and len(self._models) == 1:
             self._own_loss = OwnLoss(prepared)
+            if self._scope is None and self.num_processes > 1:
+                self._collectives = LossCollectives(counts=True)
         if self._cut is not None:
             self._cut.watch(prepared)
         return prepared
@@ -333,6 +339,8 @@ class Accelerator(accelerate.Accelerator):
             self.share.refuse_uncounted_batchnorms(
                 self._models[0], self.gradient_state.active_dataloader.sampler_of_shares
             )
+            if self._collectives is not None:
+                self._collectives.refuse(loss, one.weight, "the Accelerator")
             if self._weighs_samples:
                 self._examine(asked, loss)
         # accelerate divides the loss by the accumulation steps. Undo this, because the weights already add up to 1.

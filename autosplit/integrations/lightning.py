@@ -27,11 +27,13 @@ from torch.utils.data import DataLoader, SequentialSampler
 from autosplit.accelerators import accelerator_kind
 from autosplit.ddp.batchnorms import silenced
 from autosplit.ddp.group_end import let_go_of_group_last
+from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError, PlanError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
 from autosplit.integrations.lightning_oom_cuts import CutMixin, CutSteps, refuse_no_mixin
 from autosplit.integrations.lightning_workload import PRECISIONS, asked_loss, workload
+from autosplit.integrations.loss_mean import SUM, Finding, Samples, examine_others, warn_of_finding
 from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.trained_gradients import TrainedGradients
@@ -43,7 +45,6 @@ from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combi
 from autosplit.parallel.step_listener import NoiseEstimate
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
-from autosplit.probe.loss_mean import SUM, Finding, Samples, examine_others, warn_of_finding
 from autosplit.tools.oom_cuts import CutWarning, cuts_for
 
 __all__ = ["CutMixin", "CutWarning", "NoPlanWarning", "Shares", "SharesLoader", "UnevenLossWarning", "workload"]
@@ -199,6 +200,7 @@ class Shares(lightning.pytorch.Callback):
         self._count, self._scope = count, loss_scope
         if checked_scope(loss_scope):
             refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None)
+        self._collectives: LossCollectives | None = None
         self._gradients: TrainedGradients | None = None
         self._loader: SharesLoader | None = None
         self._finding: Finding | None = None
@@ -277,6 +279,8 @@ class Shares(lightning.pytorch.Callback):
             if self._norms is not None:
                 refuse_sum(self._finding.rule == SUM)
             self._find_loader(trainer)
+        if self._scope is None and self.share.num_processes > 1:
+            self._collectives = LossCollectives(counts=True)
         if self.share.num_processes > 1:
             again = "Freeze layers in on_train_start, and pass strategy='ddp_find_unused_parameters_true'."
             self._gradients = TrainedGradients([trainer.strategy.model], again)
@@ -303,6 +307,8 @@ class Shares(lightning.pytorch.Callback):
                 "GradientAccumulationScheduler.",
             )
         self._at = self._loader.walked[batch_idx]
+        if self._collectives is not None:
+            self._collectives.begin()
         if self._norms is not None and self._at.position == 0:
             self._norms.begin()
         if self._cut is not None:
@@ -361,6 +367,8 @@ class Shares(lightning.pytorch.Callback):
         """Multiply the gradient by the weight. Undo Lightning's division by the accumulation steps."""
         if self._loader is None or self._at is None or (self._cut is not None and self._cut.has_run):
             return
+        if self._collectives is not None:
+            self._collectives.refuse(loss, self._at.weight, "Shares")
         weight = self._at.weight * trainer.accumulate_grad_batches
         loss.register_hook(lambda gradient: gradient * weight)
         if self._norms is not None:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from autosplit.errors import InputError, WorkloadError, warn_user
+from autosplit.integrations.loss_mean import SUM, TOLERANCE, Finding, Samples, examine_others, warn_of_finding
 from autosplit.integrations.process_share import Share
 from autosplit.parallel.loss_weights import IGNORED_LABEL, UnevenLossWarning
-from autosplit.probe.loss_mean import SUM, TOLERANCE, Finding, Samples, examine_others, warn_of_finding
 from autosplit.rng import kept_rng
 from autosplit.workload.tree import map_tensors
 

@@ -10,7 +10,7 @@ For your own Trainer class, write ``class MyTrainer(SharesMixin, TheirTrainer)``
 
 Each micro-batch's loss is weighted by its divisor: the labels that are not ignored (shifted or not), their class
 weights, or the samples. If the loss is a sum, the weight is 1. The Trainer infers the divisor by running the loss on a
-few samples (`autosplit.probe.loss_mean`), unless `count` returns it.
+few samples (`autosplit.integrations.loss_mean`), unless `count` returns it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from torch.nn.parallel import DistributedDataParallel
 from autosplit import ddp
 from autosplit.ddp.gradient_average import apart, average_gradients, refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last
+from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.errors import InputError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
+from autosplit.integrations.loss_mean import SUM, TOLERANCE, Finding, Samples, count_by, examine_others, warn_of_finding
 from autosplit.integrations.own_loss import warn_of_router_loss
 from autosplit.integrations.process_share import NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options, taken_mark
@@ -56,7 +58,6 @@ from autosplit.parallel.rank_scope import (
 from autosplit.parallel.step_listener import NoiseEstimate
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
-from autosplit.probe.loss_mean import SUM, TOLERANCE, Finding, Samples, count_by, examine_others, warn_of_finding
 from autosplit.rng import kept_rng
 from autosplit.tools.oom_cuts import Attempt, CutWarning, cuts_for, run_in_parts
 
@@ -69,7 +70,7 @@ __all__ = ["CutWarning", "NoPlanWarning", "SharesMixin", "Trainer", "UnevenLossW
 
 
 _ITEMS = "items"
-"""The rule of a loss that itself divides by the whole step's items. See `autosplit.probe.loss_mean.RULES`."""
+"""The rule of a loss that itself divides by the whole step's items. See `autosplit.integrations.loss_mean.RULES`."""
 
 
 class SharesMixin(Mixed):
@@ -123,6 +124,7 @@ class SharesMixin(Mixed):
         self._count, self._scope = count, loss_scope
         if checked_scope(loss_scope):
             refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None)
+        self._collectives: LossCollectives | None = None
         self._gradients: TrainedGradients | None = None
         self._weights: deque[float] = deque()
         self._items: deque[float] = deque()
@@ -239,6 +241,10 @@ class SharesMixin(Mixed):
         weight = self._weights.popleft()
         self.current_gradient_accumulation_steps = 1  # otherwise the Trainer would divide the weighted loss again
         items = self._items.popleft() if self._norms is not None else 0
+        if self._scope is None and self._collectives is None and self.share.num_processes > 1:
+            self._collectives = LossCollectives(counts=True)
+        if self._collectives is not None:
+            self._collectives.begin()
         if self._gradients is None and self.share.num_processes > 1:
             again = "Unfreeze and add layers before trainer.train()."
             self._gradients = TrainedGradients([model], again)
@@ -326,6 +332,8 @@ class SharesMixin(Mixed):
         backward = accelerator.backward
 
         def weighted(loss: torch.Tensor, **options: Any) -> None:
+            if self._collectives is not None:
+                self._collectives.refuse(loss, weight, "the Trainer")
             run = partial(weighted_backward, backward, loss, weight, [model], **options)
             with self._recorded(loss, items, model):
                 run() if attempt is None else attempt.backward(run, loss)

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from autosplit.errors import InputError
-from autosplit.probe.loss_mean import count_by
+from autosplit.integrations.loss_mean import count_by
 from autosplit.workload.workload import Workload
 
 

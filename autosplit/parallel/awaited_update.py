@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,9 @@ from autosplit.errors import warn_user
 from autosplit.parallel.accumulation import WatchedParameter
 
 _updates = 0
+_latest: deque[weakref.ref[Optimizer]] = deque(maxlen=1024)
+"""The optimizers of the latest updates, the last one at the end."""
+
 _updates_of: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
@@ -24,6 +28,7 @@ class StepsWarning(UserWarning):
 def _count_update(optimizer: Optimizer, *_: Any) -> None:
     global _updates  # noqa: PLW0603  # torch calls this after each step of any optimizer
     _updates += 1
+    _latest.append(weakref.ref(optimizer))
     _updates_of[optimizer] = _updates_of.get(optimizer, 0) + 1
 
 
@@ -43,9 +48,13 @@ def updates_by_optimizer() -> Counter[int]:
     return Counter({id(optimizer): count for optimizer, count in _updates_of.items()})
 
 
-def optimizers_since(before: Counter[int]) -> list[Optimizer]:
-    """Return the optimizers that have stepped once since `updates_by_optimizer` returned `before`."""
-    return [optimizer for optimizer, count in _updates_of.items() if count == before[id(optimizer)] + 1]
+def optimizers_since(before: int) -> list[Optimizer]:
+    """Return the optimizers that have stepped once since `updates_so_far` returned `before`."""
+    number = _updates - before
+    if not 0 < number <= len(_latest):
+        return []  # after that many updates, none belongs to a step of this loop
+    recent = Counter(optimizer for place in range(-number, 0) if (optimizer := _latest[place]()) is not None)
+    return [optimizer for optimizer, count in recent.items() if count == 1]
 
 
 class AwaitedUpdate:

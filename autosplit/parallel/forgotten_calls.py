@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from autosplit.errors import warn_user
-from autosplit.parallel.awaited_update import AwaitedUpdate, StepsWarning, optimizers_since, updates_by_optimizer
+from autosplit.parallel.awaited_update import AwaitedUpdate, StepsWarning, optimizers_since, updates_so_far
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.parallel.step_listener import StepListener
 
@@ -27,7 +26,7 @@ class ForgottenCalls(StepListener):
     def __init__(self) -> None:
         # Keep no step: it holds its loss, and plans count the memory of only one loss.
         self._steps: list[_Step] = []
-        self._updates: Counter[int] = Counter()
+        self._updates = 0
         self._has_drawn = self._has_looked = False
         self._left: _Gradient | None = None
 
@@ -58,7 +57,7 @@ class ForgottenCalls(StepListener):
     def begin_backward(self, loss: Tensor) -> None:  # noqa: ARG002
         """Count the updates before the first step's last backward. In the second step, look for a missing update."""
         if len(self._steps) < 2:
-            self._updates = updates_by_optimizer()
+            self._updates = updates_so_far()
         elif not self._has_looked:
             self._has_looked = True
             if self._left is not None and not self._left.is_unchanged():
@@ -119,7 +118,7 @@ def _outer_factor(loss: Tensor) -> float | None:
     return float(other) if name == "Mul" else 1 / float(other)
 
 
-def _left_over(before: Counter[int]) -> _Gradient | None:
+def _left_over(before: int) -> _Gradient | None:
     """Return the smallest gradient of an optimizer that has stepped since `before`, if it is not zero."""
     for optimizer in optimizers_since(before):
         parameters = [one for group in optimizer.param_groups for one in group["params"]]

@@ -129,11 +129,35 @@ def refused(effective: int, **options: Any) -> str:
 def logged() -> torch.Tensor:
     """If a loss is only reduced for logging, the training loss is still the rank's own mean."""
     with prepared(16, INPUTS, LABELS) as (ctx, model, optimizer, loader):
-        for step in ctx.steps(loader):
+        for step in ctx.steps(loader, loss_scope="sample"):
             for inputs, labels in step:
                 loss = F.cross_entropy(model(inputs), labels)
                 dist.all_reduce(loss.detach().clone())
                 step.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+
+class WithBuffers(nn.Module):
+    """DDP broadcasts the buffers in its forward: this is no collective of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner(inputs)
+
+
+def with_buffers() -> torch.Tensor:
+    with ddp.setup(make_plan(SIZES, 16)) as ctx:
+        model = ctx.wrap(WithBuffers())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in ctx.steps(DataLoader(TensorDataset(INPUTS, LABELS), batch_sampler=ctx.batch_sampler(NUM_SAMPLES))):
+            for inputs, labels in step:
+                step.backward(F.cross_entropy(model(inputs), labels))
             optimizer.step()
             optimizer.zero_grad()
         return weights(model)
@@ -211,6 +235,10 @@ LOOPS: dict[str, tuple[Callable[[], Any], Callable[[], torch.Tensor]]] = {
         logged,
         partial(in_one_process, lambda model, x, y: F.cross_entropy(model(x), y), 16, INPUTS, LABELS),
     ),
+    "buffers": (
+        with_buffers,
+        partial(in_one_process, lambda model, x, y: F.cross_entropy(model(x), y), 16, INPUTS, LABELS),
+    ),
     "a GAN, of the page": (gan_of_page, gan_in_one_process),
 }
 
@@ -225,6 +253,7 @@ class Estimate:
 SCENARIOS: dict[str, Callable[[], Any]] = {
     **{name: there for name, (there, _) in LOOPS.items()},
     "foreign": foreign_loader,
+    "undeclared": partial(refused, 8),
     "not counted": partial(refused, 16, loss_scope="ranks"),
     "no samples": partial(refused, 17, loss_scope="ranks", count=lambda batch: int(batch[1].sum())),
     "noise scale": partial(refused, 8, loss_scope="ranks", noise_scale=Estimate()),
@@ -257,6 +286,7 @@ def test_a_loader_of_another_kind_has_its_counts_over_the_ranks(ranks):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
+        ("undeclared", "The ranks ran a collective before the backward of a micro-batch's loss"),
         ("not counted", "loss_scope is 'ranks', and a step has 2 micro-batches"),
         ("no samples", "a rank has no samples in a micro-batch"),
         ("noise scale", "loss_scope is 'ranks' and noise_scale:"),

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import shared_training as shared
 import torch
-from autosplit.integrations.loss_mean import TOLERANCE, Samples, count_by, examine_others, warn_of_finding
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from noted import noted
@@ -31,6 +30,7 @@ from torch.utils.data import (
 
 from autosplit.ddp.rendezvous import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.integrations.loss_mean import TOLERANCE, Samples, count_by, examine_others, warn_of_finding
 from autosplit.integrations.process_share import Share, Uncounted, find_share, share_of
 from autosplit.integrations.share_loader import loader_options, taken_mark
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
