@@ -43,13 +43,6 @@ def test_crashes():
     if FIRST:
         os._exit(3)
 """
-SKIPPED_LATER = """
-def test_skipped_later():
-    (HERE / "second").touch()
-    if not FIRST:
-        pytest.skip("the second time")
-    assert False
-"""
 BAD_TEARDOWN = """
 @pytest.fixture
 def bad():
@@ -62,15 +55,12 @@ def test_bad_teardown(bad):
 """
 # Name: (the tiny suite, a second file of it, xdist workers, the stage's exit code, the flaky tests).
 SUITES = {
-    "a flaky test": (PRELUDE + FLAKY, "", 2, 0, ["test_flaky[a b]"]),
     "a crash of a worker": (PRELUDE + CRASHES_ONCE, "", 1, 0, ["test_crashes"]),
     "a crash of pytest": (PRELUDE + CRASHES_ONCE, "", 0, 3, []),
     "a flaky test and a failing test": (PRELUDE + FLAKY + FAILS, "", 0, 1, ["test_flaky[a b]"]),
-    "a test that is skipped the second time": (PRELUDE + SKIPPED_LATER, "", 0, 1, []),
     "a teardown that always fails": (PRELUDE + BAD_TEARDOWN, "", 0, 1, []),
     # With workers, pytest runs the other file and exits with 1, as if tests had failed.
     "a collection error": (PRELUDE + FLAKY, "raise RuntimeError", 1, 1, []),
-    "no tests": ("", "", 0, 5, []),
 }
 
 IN_GATE = ("a flaky test and a failing test", "a crash of a worker", "a collection error")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import os
 import socket
@@ -16,10 +15,8 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,12 +51,8 @@ class TestAllocator:
         ("wanted", "allocated", "reserved"),
         [
             (1, 512, 2 * MIB),
-            (513, 1024, 2 * MIB),
-            (MIB, MIB, 2 * MIB),
             (MIB + 1, MIB + 512, 20 * MIB),
-            (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
             (10 * MIB, 10 * MIB, 10 * MIB),
-            (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),
             (25 * MIB, 26 * MIB, 26 * MIB),  # a remainder of at most 1 MiB is not split off
         ],
     )
@@ -71,27 +64,6 @@ class TestAllocator:
         assert held() == (before[0], before[1] + reserved)  # kept for the next
         torch.emu.empty_cache()
         assert held() == before
-
-    def test_the_smallest_free_block_is_taken_split_and_put_together_again(self):
-        start = held()[1]
-        parts = [block(4 * MIB) for _ in range(5)]
-        assert held()[1] - start == 20 * MIB
-        first = parts[0].data_ptr()
-        assert [part.data_ptr() - first for part in parts] == [4 * MIB * index for index in range(5)]
-        parts[1:4] = [None] * 3
-        parts.append(block(12 * MIB))
-        assert parts[-1].data_ptr() - first == 4 * MIB
-        assert held()[1] - start == 20 * MIB
-
-    def test_a_segment_is_given_back_only_whole(self):
-        start = held()[1]
-        one, other = block(4 * MIB), block(4 * MIB)
-        del one
-        torch.emu.empty_cache()
-        assert held()[1] - start == 20 * MIB
-        del other
-        torch.emu.empty_cache()
-        assert held()[1] == start
 
     def test_peaks_and_their_reset(self):
         torch.emu.reset_peak_memory_stats(0)
@@ -172,14 +144,6 @@ print(json.dumps([seen, torch.emu.memory_reserved(2), torch.emu.mem_get_info(2)]
         )
         assert seen == [[[], [], [], [2], [0, 2], [0, 2, 3], [0, 2, 3, 4]], 0, [GIB - 64 * MIB, GIB]]
 
-    def test_a_backward_makes_none_on_a_device_that_it_does_not_use(self):
-        seen = said_by("""
-a = torch.ones(3, device="emu:1", requires_grad=True)
-(a * 2).sum().backward()
-print(json.dumps(emulated.contexts()[os.getpid()]))
-""")
-        assert seen == [1]
-
 
 class TestProcesses:
     def test_see_each_others_memory_and_share_its_limit(self):
@@ -200,23 +164,6 @@ except torch.OutOfMemoryError as error:
         torch.emu.empty_cache()
         assert torch.emu.mem_get_info(1)[0] == free  # the dead process's memory is free again
 
-    def test_that_are_killed_leave_nothing(self):
-        free = torch.emu.mem_get_info(0)[0]
-        child = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                "import torch; t = torch.ones(2**20, device='emu:0'); print(1, flush=True); input()",
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        child.stdout.readline()
-        assert torch.emu.mem_get_info(0)[0] == free - 32 * MIB - 20 * MIB
-        child.kill()
-        child.communicate()
-        assert torch.emu.mem_get_info(0)[0] == free
-
     def test_see_the_devices_that_they_are_shown_in_that_order(self):
         all_of_them = [str(torch.emu.get_device_properties(index).uuid) for index in range(2)]
         seen = said_by(
@@ -228,19 +175,6 @@ print(json.dumps([str(one.uuid) for one in properties]))
         )
         assert seen == all_of_them[::-1]
         assert said_by("print(json.dumps(torch.emu.device_count()))", EMU_VISIBLE_DEVICES="1") == 1
-
-    def test_that_are_forked_can_not_use_them(self):
-        seen = said_by("""
-torch.ones(1, device="emu:0")
-if not os.fork():
-    try:
-        torch.ones(1, device="emu:0")
-    except RuntimeError as error:
-        print(json.dumps(str(error)), flush=True)
-    os._exit(0)
-os.wait()
-""")
-        assert "Cannot re-initialize EMU in forked subprocess" in seen
 
 
 def net() -> nn.Module:
@@ -265,37 +199,6 @@ class TestArithmetic:
             assert ours.device == torch.device("emu", 1)
             torch.testing.assert_close(ours.cpu(), theirs)
 
-    @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
-    def test_of_recurrent_cells(self, cell):
-        here = cell(3, 4, 2).double()
-        there = copy.deepcopy(here).to("emu:0")
-        inputs = torch.randn(5, 2, 3, dtype=torch.double)
-        here(inputs)[0].pow(2).sum().backward()
-        there(inputs.to("emu:0"))[0].pow(2).sum().backward()
-        for ours, theirs in zip(there.parameters(), here.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
-
-    def test_of_sparse_gradients(self):
-        here = nn.Embedding(5, 3, sparse=True)
-        there = copy.deepcopy(here).to("emu:1")
-        for layer in (here, there):
-            optimizer = torch.optim.SparseAdam(layer.parameters())
-            for _ in range(2):  # the second is added to the first
-                layer(torch.tensor([1, 2, 1], device=layer.weight.device)).pow(2).sum().backward()
-            optimizer.step()
-        assert there.weight.grad.layout == torch.sparse_coo
-        assert there.weight.grad.device == there.weight.grad._values().device == torch.device("emu", 1)
-        torch.testing.assert_close(there.weight.grad.to("emu:0").to_dense().cpu(), here.weight.grad.to_dense())
-        torch.testing.assert_close(there.weight.cpu(), here.weight)
-
-    def test_of_complex_numbers(self):
-        here = torch.randn(3, 4, dtype=torch.cdouble)
-        there = here.to("emu:0").conj()
-        torch.testing.assert_close((there @ there.mT).cpu(), here.conj() @ here.conj().mT)
-        torch.testing.assert_close(
-            torch.view_as_real(there.resolve_conj()).cpu(), torch.view_as_real(here.conj().clone())
-        )
-
     def test_parameters_that_move_stay_the_objects_that_optimizers_know(self):
         model = nn.Linear(3, 2)
         weight = model.weight
@@ -314,16 +217,6 @@ class TestArithmetic:
         assert parameter.grad.tolist() == [12, 12]
         assert len(set(threads.values())) == 2
 
-    def test_of_two_devices_is_refused(self):
-        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-            torch.ones(2, device="emu:0") + torch.ones(2, device="emu:1")
-
-    def test_fakes_run_both_ways(self):
-        with FakeTensorMode(), torch.device("emu:1"):
-            model = net()
-            model(torch.randn(5, 3, 8, 8)).sum().backward()
-        assert {parameter.grad.device for parameter in model.parameters()} == {torch.device("emu", 1)}
-
     def test_each_device_has_random_numbers_of_its_own(self):
         states = [torch.emu.get_rng_state(device) for device in range(2)]
         first = torch.rand(3, device="emu:0")
@@ -339,22 +232,9 @@ class TestArithmetic:
         torch.manual_seed(5)
         assert torch.equal(torch.rand(3, device="emu:1"), again)
 
-    def test_what_is_saved_there_is_loaded_there(self):
-        stream = io.BytesIO()
-        torch.save(torch.arange(3, device="emu:1"), stream)
-        stream.seek(0)
-        assert torch.load(stream).device == torch.device("emu", 1)
-        stream.seek(0)
-        assert torch.load(stream, map_location="cpu").tolist() == [0, 1, 2]
-
-    def test_pinned_memory_and_a_loader_that_pins(self):
-        assert torch.ones(3).pin_memory().is_pinned()
-        loader = DataLoader(torch.arange(8), batch_size=4, pin_memory=True)
-        assert [batch.is_pinned() for batch in loader] == [True, True]
-
 
 class TestAutocast:
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16])
     def test_has_cudas_lists(self, dtype):
         x, half = torch.rand(4, 4, device="emu:0"), torch.rand(4, 4, device="emu:0", dtype=dtype)
         with torch.autocast("emu", dtype=dtype):
@@ -374,32 +254,8 @@ class TestAutocast:
         assert {tensor.dtype for tensor in lower + as_it_is} == {dtype}
         assert {tensor.dtype for tensor in full + widest} == {torch.float32}
 
-    def test_the_processors_lists_are_others(self):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.rand(4, 4).bfloat16().softmax(-1).dtype == torch.bfloat16
-
-    def test_a_scaler_works(self):
-        model = nn.Linear(4, 2, device="emu:0")
-        optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("emu", init_scale=8.0)
-        before = model.weight.detach().clone()
-        with torch.autocast("emu", dtype=torch.float16):
-            loss = model(torch.ones(3, 4, device="emu:0")).sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        torch.testing.assert_close(model.weight, before - 0.1 * 3)
-
 
 class TestFaults:
-    def test_the_optimizers_first_step_runs_out_of_memory(self):
-        model = nn.Linear(64, 64, device="emu:0")
-        optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-        model(torch.ones(2, 64, device="emu:0")).sum().backward()
-        emulated.fail_allocation(0, 2)
-        with pytest.raises(torch.OutOfMemoryError):
-            optimizer.step()
-        assert set(optimizer.state[model.weight]) == {"step", "exp_avg"}  # half a state, as on a card
-
     def test_copies_between_devices_arrive_as_zeros(self):
         tensor = torch.ones(3, device="emu:0")
         emulated.copies_arrive_as_zeros()
@@ -447,19 +303,6 @@ class TestFaults:
         child.kill()
         child.communicate()
 
-    def test_convolutions_borrow_workspaces_and_the_first_tries_more(self):
-        model, batch = nn.Conv2d(3, 64, 3, device="emu:0"), torch.ones(8, 3, 66, 66, device="emu:0")
-        result_bytes = 8 * 64 * 64 * 64 * 4
-        peaks = []
-        for share, benchmark in ((0, False), (1, False), (1, True), (1, True)):
-            emulated.workspaces(share, benchmark=benchmark)
-            torch.emu.empty_cache()
-            torch.emu.reset_peak_memory_stats(0)
-            start = torch.emu.memory_allocated(0)
-            model(batch)
-            peaks.append((torch.emu.max_memory_allocated(0) - start) / result_bytes)
-        assert [round(peak, 1) for peak in peaks] == [1, 2, 5, 2]
-
 
 class TestLateCopies:
     """A copy to the host that was not waited for has not arrived, and the host reads zeros."""
@@ -487,13 +330,6 @@ class TestLateCopies:
         torch.emu.synchronize(1)
         assert brought.tolist() == [0, 0, 0], "another device was waited for"
         wait()
-        assert brought.tolist() == [1, 2, 3]
-
-    def test_arrive_with_their_event(self):
-        brought = self.brought()
-        event = torch.Event("emu:0")
-        event.record()
-        event.synchronize()
         assert brought.tolist() == [1, 2, 3]
 
 

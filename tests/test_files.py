@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from autosplit.files import LargeFileError, make_private_folder, moved_aside, read_bounded, replace_file, what_stands_at
+from autosplit.files import LargeFileError, make_private_folder, read_bounded, replace_file, what_stands_at
 
 
 def mode_of(path) -> int:
@@ -52,15 +52,6 @@ def test_folders_are_their_owners_alone(tmp_path):
     make_private_folder(tmp_path / "there" / "a" / "b")
     modes = [mode_of(tmp_path / "there" / name) for name in ("", "a", "a/b")]
     assert modes == [0o755, 0o700, 0o700]
-
-
-def test_what_is_in_the_way_is_moved(tmp_path):
-    path, aside = tmp_path / "it.json", tmp_path / "it.bad"
-    for text in ("first", "second"):
-        path.write_text(text)
-        assert moved_aside(path, ".bad") == aside
-        assert not path.exists()
-        assert aside.read_text() == text
 
 
 def test_what_is_not_to_be_replaced(tmp_path):
