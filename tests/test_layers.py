@@ -386,13 +386,6 @@ def test_the_check_sees_a_downward_import_of_a_public_name(tmp_path: Path) -> No
     assert violations(graph_of(tmp_path)) == {("plan.plan", "tuning.tune")}
 
 
-def test_the_check_sees_inside_packages(tmp_path: Path) -> None:
-    place(tmp_path, "errors.py")
-    place(tmp_path, "runtime/memory_tracker.py")
-    place(tmp_path, "runtime/cpu.py", "from .memory_tracker import Tracker\nfrom ..errors import InputError")
-    assert graph_of(tmp_path)["runtime.cpu"] == {"runtime.memory_tracker", "errors"}
-
-
 def place(root: Path, name: str, text: str = "") -> None:
     (root / name).parent.mkdir(exist_ok=True)
     (root / name).write_text(text)

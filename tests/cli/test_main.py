@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
-import io
 import json
 import os
 import re
@@ -27,11 +25,9 @@ from autosplit.plan.record import with_path
 from autosplit.plan.redact import shareable
 from autosplit.probe import find_ceiling
 from autosplit.profiles.store import store
-from autosplit.solve.memory import Ceiling
 from autosplit.tuning import tune
 from autosplit.workload.from_file import Loaded
 
-EXAMPLE = str(ROOT / "examples" / "char_gpt.py")
 HEAD = "import torch, autosplit\n"
 WORKLOAD = f"{HEAD}workload = autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3))\n"
 SIM = ("--devices", "sim:2xRTX3090")
@@ -158,18 +154,6 @@ def test_the_examples_in_the_helps_run(line, tmp_path, monkeypatch, capsys):
     assert any(capsys.readouterr())
 
 
-def test_the_help_lists_the_exit_codes_and_examples_are_not_broken(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    assert main(["--help"]) == 0
-    out = capsys.readouterr().out
-    assert all(f"\n  {code}  " in out for code in (0, 2, 3, 4, 5))
-    assert main(["tune", "--help"]) == 0
-    *others, example = capsys.readouterr().out.rstrip().splitlines()
-    assert example.split()[0] == "autosplit"
-    assert len(example) > 60
-    assert max(map(len, others)) <= 60
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -279,27 +263,6 @@ def test_steps_that_fill_a_memory_run_in_a_process_of_their_own(script, tuned, c
     ((workload, keywords),) = tuned.calls
     assert keywords.get("isolate", False) is isolated
     assert isinstance(workload, Loaded) is isolated
-
-
-def test_output_saves_the_plan_and_the_lines_load_it(script, tuned, capsys):
-    tuned.answer = made_plan((100, 156))
-    assert main(["tune", script(), "--output", "plans/best.json"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[-2:] == [
-        "next  python -m autosplit show plans/best.json --code  # the lines to paste",
-        "more  python -m autosplit show plans/best.json --details",
-    ]
-    assert main(["show", "plans/best.json", "--code"]) == 0
-    assert 'plan = autosplit.Plan.load("plans/best.json")' in capsys.readouterr().out
-    assert Plan.load("plans/best.json") == tuned.answer
-
-
-def test_json_is_alone_on_stdout(script, tuned, capfd):
-    noise = "import os\nprint('noise')\nos.write(1, b'noise')\n"
-    assert main(["tune", script(noise + WORKLOAD), "--json"]) == 0
-    out, err = capfd.readouterr()
-    assert Plan.from_json(out) == tuned.answer
-    assert err.count("noise") == 2
 
 
 def test_an_interrupted_tuning_shows_the_best_so_far(script, tuned, capsys, tmp_path):
@@ -494,10 +457,9 @@ def test_a_workload_with_loader_workers_runs_isolated(script, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("text", "devices"), [for_release(None, "sim:2xL4"), (CONVOLUTIONAL, "cpu:128MiB,cpu:64MiB")])
-def test_what_tune_prints_fits_a_terminal_of_24_lines(script, text, devices):
+def test_what_tune_prints_fits_a_terminal_of_24_lines(script):
     """It was 40 lines or more, so the numbers scrolled out of view."""
-    words = ["tune", EXAMPLE if text is None else script(text), "--devices", devices, "--n-trials", "2"]
+    words = ["tune", script(CONVOLUTIONAL), "--devices", "cpu:128MiB,cpu:64MiB", "--n-trials", "2"]
     for _ in range(2):  # the second uses the profile
         done = subprocess.run(
             [sys.executable, "-m", "autosplit", *words],
@@ -561,25 +523,6 @@ def test_cards_that_are_alike_are_probed_once(script, probed, capsys):
     out = capsys.readouterr().out
     assert out.startswith("simulated: predicted for GPUs that this machine does not have\n")
     assert [line.split()[0] for line in out.splitlines() if line.startswith(" sim:")] == ["sim:0", "sim:1", "sim:2"]
-
-
-def test_each_ceiling_has_its_part_of_the_time(script, probed, capsys):
-    assert main(["probe", script(), *TWO, "--time-limit-s", "100"]) == 0
-    assert [keywords["time_limit_s"] for _, _, keywords in probed.calls] == pytest.approx([50, 100], abs=1)
-
-
-def test_probe_in_json_has_a_ceilings_attributes(script, probed, capfd):
-    ceiling = made_ceiling("x", 7, 2**20, points=((4, 100, True), (8, 150, False)))
-    probed.answers["cpu:0", "rank"] = ceiling
-    assert main(["probe", script("print('noise')\n" + WORKLOAD), *BUDGETED, "--json"]) == 0
-    out, err = capfd.readouterr()
-    shown = json.loads(out)
-    assert set(shown) == {"simulated", "ceilings", "notes"}
-    (row,) = shown["ceilings"]
-    assert set(row) == {*(f.name for f in dataclasses.fields(Ceiling)), "headroom_bytes"}
-    assert (row["device"], row["batch_size"], row["headroom_bytes"]) == ("cpu:0", 7, ceiling.headroom_bytes)
-    assert row["points"] == [[4, 100, True], [8, 150, False]]
-    assert err == "noise\n"
 
 
 def test_a_device_that_is_too_small_is_told_beside_the_others(script, probed, capsys):
@@ -728,44 +671,6 @@ def in_a_shell(line, folder, **environment):
         ["/bin/bash", "-c", function + line], cwd=folder, env=settings, capture_output=True, check=False
     )
     return done.returncode, done.stdout.decode(), done.stderr.decode()
-
-
-class Full(io.RawIOBase):
-    """A stream on a full disk."""
-
-    has_room = False
-
-    def writable(self):
-        return True
-
-    def write(self, data):
-        if not self.has_room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return len(data)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["show", "plan.json", "--json"],
-        ["export", "plan.json", "--to", "env"],
-        ["report", "plan.json", "-o", "-"],
-    ],
-)
-def test_a_stdout_without_room_is_one_line(words, tmp_path, monkeypatch, capsys):
-    if words[0] == "report":
-        pytest.importorskip("vl_convert")
-    monkeypatch.chdir(tmp_path)
-    made_plan((100, 156), kind="sim").save("plan.json")
-    full = io.TextIOWrapper(io.BufferedWriter(Full()), encoding="utf-8")
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", full)
-        assert main(words) == 2
-    full.buffer.raw.has_room = True  # flushes the buffered output
-    err = capsys.readouterr().err
-    assert err.startswith("error: autosplit can't write to stdout (No space left on device). ")
-    assert err.count("\n") == 1
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -29,7 +28,6 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions, DdpPlan, RankSettings
 from autosplit.plan.torchrun import command_for
 from autosplit.probe.check_result import Check
-from autosplit.profiles import store as profiles
 
 TOOLS = ("transformers", "accelerate", "lightning")
 TAKERS = {"transformers": "TrainingArguments", "accelerate": "Accelerator", "lightning": "Trainer"}
@@ -116,21 +114,6 @@ def test_a_step_that_the_ranks_do_not_divide_becomes_another_and_says_so():
     assert "no fewer than with" in found.notes[0]
 
 
-def test_where_balanced_is_faster_than_ddp_an_even_plan_says_so():
-    plan = even_plan()
-    found = replace(plan, fit=replace(plan.fit, all_reduce_s=10.0)).export("transformers")
-    assert found.exact
-    assert "transformers' Trainer runs DDP" in found.notes[0]
-    assert "fewer than with plan.wrap(model), BalancedDataParallel and (50, 50)" in found.notes[0]
-
-
-def test_without_a_fit_an_exact_step_has_at_most_twice_the_fewest_forwards():
-    plan = replace(fitted_plan((400, 618), (1.0, 1.0), (500, 700), effective=1018), fit=None)
-    found = ranked(plan, (400, 618), (500, 700), 1, 1018).export("accelerate")
-    assert found.even.effective_batch_size in (1016, 1020)
-    assert found.even.accumulation_steps <= 4
-
-
 @pytest.mark.parametrize("to", TOOLS)
 def test_several_devices_without_ranks(to):
     plan = replace(even_plan(), ddp=DdpPlan((), 0.0, "cuda:1 can't hold a DDP rank"))
@@ -185,25 +168,9 @@ def test_a_loss_that_is_no_mean_over_samples(to, says):
     assert replace(fitted_plan((50,), (1.0,), (60,), effective=50), checks=(LOSS,)).export(to).notes == ()
 
 
-def test_batch_norms_see_a_rank():
-    plan = replace(even_plan(), checks=(NORM, replace(NORM, subject="BatchNorm1d at head")))
-    (note,) = plan.export("lightning").notes
-    assert note.startswith(
-        "BatchNorm2d at features.1 and BatchNorm1d at head normalizes over the 50 samples of one rank's forward, or"
-    )
-    assert "sync_batchnorm" not in plan.export("accelerate").notes[0]
-
-
 def test_a_batch_norm_is_not_given_a_single_sample():
     plan = ranked(replace(uneven_plan(7), region=None, checks=(NORM,)), (4, 3), (200, 40), 1, 7)
     assert plan.export("transformers").even.batch_size >= 2
-
-
-def test_outputs_that_are_copied_to_float32_are_named():
-    plan = replace(even_plan(), precision="bf16")
-    assert plan.export("transformers").notes[0].startswith("With bf16, accelerate (used by Trainer) copies the model")
-    assert plan.export("accelerate").notes[0].startswith("With bf16, accelerate copies the model's outputs to float32")
-    assert plan.export("lightning").notes == ()
 
 
 @settings(max_examples=40)
@@ -292,15 +259,6 @@ def test_torchruns_line_is_that_of_launch(tmp_path):
     assert found.exact
 
 
-def test_a_plan_knows_the_file_that_it_came_from():
-    plan = even_plan()
-    assert "The plan is not saved" in plan.export("env").notes[0]
-    path = profiles.store("0" * 32, plan)
-    found = profiles.read_profile(path).export("env")
-    assert found.notes == ()
-    assert found.settings["AUTOSPLIT_PROFILE"] == str(path)
-
-
 def test_variables_are_a_shells(tmp_path):
     path = tmp_path / "it's a $plan;.json"
     found = uneven_plan().export("env", path=path)
@@ -340,32 +298,6 @@ def test_stdout_has_the_text_alone(plan_file, capsys, to):
     found = Plan.load(plan_file).export(to, path=plan_file)
     assert out == f"{found.text}\n"
     assert err == ("" if found.tells_notes else "".join(f"note: {note}\n" for note in found.notes))
-
-
-def test_all_of_it_as_json(plan_file, capsys):
-    assert main(["export", plan_file, "--to", "accelerate", "--json"]) == 0
-    out, err = capsys.readouterr()
-    told, found = json.loads(out), Plan.load(plan_file).export("accelerate")
-    assert told == {
-        "to": "accelerate",
-        "exact": False,
-        "lost_share": found.lost_share,
-        "notes": list(found.notes),
-        "settings": found.settings,
-        "text": found.text,
-    }
-    assert err == ""
-
-
-def test_saving(plan_file, tmp_path, capsys):
-    path = tmp_path / "settings.py"
-    path.write_text("old")
-    assert main(["export", plan_file, "--to", "lightning", "-o", str(path), "--force"]) == 0
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("note: The plan's ranks have (72, 24) samples")
-    assert path.read_text() == Plan.load(plan_file).export("lightning").text + "\n"
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["plan.json", "settings.py"]
 
 
 @pytest.mark.parametrize(
@@ -594,19 +526,6 @@ def test_two_real_ranks_take_the_samples_that_were_promised(to, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
         assert (tmp_path / f"{rank}.txt").read_text() == "12 12", "of each rank, in both steps of the epoch"
-
-
-def test_a_file_that_is_there_is_replaced_only_by_force(tmp_path, capsys):
-    even_plan().save(tmp_path / "plan.json")
-    own, link, pipe = (tmp_path / name for name in ("train.py", "link", "pipe"))
-    own.write_text("my code")
-    link.symlink_to(tmp_path / "nothing")
-    os.mkfifo(pipe)
-    for path, flags, code in ((own, [], 2), (own, ["--force"], 0), (link, ["--force"], 2), (pipe, ["--force"], 2)):
-        assert main(["export", str(tmp_path / "plan.json"), "--to", "env", "-o", str(path), *flags]) == code, path
-    assert "Choose another name" in capsys.readouterr().err
-    assert own.read_text().startswith(("#", "export"))
-    assert link.is_symlink()
 
 
 def test_what_has_no_setting_for_it_is_not_exported_to():

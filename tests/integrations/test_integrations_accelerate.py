@@ -596,16 +596,6 @@ class TestFeatures:
 class TestLoops:
     """A loop without accumulate() ran 16 steps instead of 6, with the weight of the last drawn batch."""
 
-    @pytest.mark.parametrize("way", WAYS)
-    def test_what_is_called_tells_the_step(self, way):
-        steps, error = two_epochs(way)
-        assert (steps, error < 1e-12) == (6, True), error
-
-    @pytest.mark.parametrize("way", HAND_MADE)
-    def test_accumulated_by_hand_where_accelerate_divides(self, way):
-        steps, error = two_epochs(way, gradient_accumulation_steps=5)
-        assert (steps, error < 1e-12) == (6, True), error
-
     @pytest.mark.parametrize(("every", "begin"), [(3, 1), (3, 0), (4, 1)])
     def test_a_loss_that_is_divided_by_hand_is_refused(self, every, begin):
         """The loss was divided twice, so weights were 21% off. Steps that begin with the first batch are a mixture."""

@@ -30,7 +30,7 @@ from torch.utils.data import (
 
 from autosplit.ddp.rendezvous import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.integrations.loss_mean import TOLERANCE, Samples, count_by, examine_others, warn_of_finding
+from autosplit.integrations.loss_mean import TOLERANCE, examine_others, warn_of_finding
 from autosplit.integrations.process_share import Share, Uncounted, find_share, share_of
 from autosplit.integrations.share_loader import loader_options, taken_mark
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
@@ -254,29 +254,6 @@ class TestCounting:
 class TestExamining:
     """Only one pair of samples and no ragged batch was compared, so no reduction was detected in both cases."""
 
-    @pytest.mark.parametrize("labels", [[0, 0, 0, 1, 1, 1]])
-    def test_class_weights_are_found_whichever_samples_share_a_class(self, labels):
-        weights = torch.tensor([0.3, 2.7])
-        batch = {"x": torch.randn(6, 2).requires_grad_(), "labels": torch.tensor(labels)}
-        finding = examine_others(
-            lambda rows: F.cross_entropy(rows["x"], rows["labels"], weight=weights), batch, otherwise="samples"
-        )
-        assert finding.rule == "cross entropy"
-        assert finding.counts(batch) == pytest.approx(float(weights[batch["labels"]].sum()))
-        assert str(finding) == "a mean over the class weights of the labels that are not -100"
-
-    @pytest.mark.parametrize("labels", [[0, 0, 0, 1, 1, 1], [1, 1, 0, 1, 0, 1]])
-    def test_weights_that_are_in_no_graph_are_warned_of(self, labels):
-        """They are detached. A pair of samples of one class does not show them, but the other pairs do."""
-        batch = {"x": torch.rand(6), "labels": torch.tensor(labels)}
-        weigh = lambda rows: 0.3 + 2.4 * rows["labels"]
-        finding = examine_others(
-            lambda rows: float((rows["x"] * weigh(rows)).sum() / weigh(rows).sum()), batch, otherwise="samples"
-        )
-        assert finding.error > TOLERANCE
-        with pytest.warns(UnevenLossWarning, match=r"The loss is not a mean over .*Pass count= to the Trainer"):
-            warn_of_finding(finding, where="the Trainer")
-
     def test_a_compiled_model_runs_eagerly(self):
         """It would be compiled for each number of samples."""
         compiled = []
@@ -296,24 +273,6 @@ class TestExamining:
         batch = (torch.randn(4, 3).requires_grad_(), torch.tensor([0, 255, 2, 1]))
         finding = examine_others(lambda rows: F.cross_entropy(*rows, ignore_index=255), batch, otherwise="samples")
         assert finding.counts((batch[0], torch.tensor([255, 255, 0, 1]))) == 2
-
-    def test_ragged_samples_are_collated_instead_of_cut(self):
-        data = [{"x": torch.rand(4), "boxes": torch.rand(1 + index % 3, 4)} for index in range(10)]
-
-        def collate(samples):
-            return {
-                "x": torch.stack([one["x"] for one in samples]),
-                "labels": [{"boxes": one.pop("boxes")} for one in samples],  # as some collators do
-            }
-
-        def loss(rows):
-            pairs = zip(rows["x"], rows["labels"], strict=True)
-            return sum(((x - one["boxes"]) ** 2).mean() for x, one in pairs) / len(rows["x"])
-
-        finding = examine_others(loss, Samples.in_data_set(data, collate), otherwise="labels")
-        assert (finding.rule, finding.error < 1e-6) == ("samples", True)
-        assert count_by("samples", collate([dict(one) for one in data[:3]]), 3) == 3
-        assert all("boxes" in one for one in data)
 
     @pytest.mark.parametrize(
         ("batch", "loss", "why"),
@@ -505,10 +464,3 @@ class TestWeighed:
                 weights[step_of[one.number]] += one.weight / len(sizes)
                 assert one.weight == 0 if isinstance(one.batch, Uncounted) else one.weight > 0
         assert all(math.isclose(weight, 1) for weight in weights.values())
-
-    def test_what_counts_is_counted_over_the_part_of_a_step_that_is_run(self):
-        sampler = made_share(0, (8,), 20).batch_sampler(50)
-        found = [*weighed(sampler, sampler, count=lambda batch: torch.tensor(sum(batch)), end=5)]
-        first, second, third = sum(range(8)), sum(range(8, 16)), sum(range(16, 20))
-        assert [one.weight for one in found[:3]] == [n / (first + second + third) for n in (first, second, third)]
-        assert sum(one.weight for one in found[3:]) == 1

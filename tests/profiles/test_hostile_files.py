@@ -278,14 +278,6 @@ def test_nothing_comes_of_a_hostile_profile(case, shows, ground):
     each(case, ground, shows=shows)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@examples(4_000)
-@given(case=CASES, shows=sometimes)
-def test_nothing_comes_of_many(case, shows, ground):
-    each(case, ground, shows=shows)
-
-
 @examples(10)
 @given(case=grown())
 def test_nothing_comes_of_sizes_that_nobody_has(case, ground):

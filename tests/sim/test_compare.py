@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from folders import ROOT
-from handmade import made_plan, solved_plan
+from handmade import made_plan
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -24,7 +24,6 @@ from autosplit.plan.record import DdpPlan
 from autosplit.sim.compare import Comparison, ComparisonInterrupted, asked_machines, compared
 from autosplit.sim.compare_command import print_comparison
 from autosplit.tuning import tune
-from autosplit.tuning.progress import Progress
 
 GIB = 2**30
 
@@ -207,23 +206,6 @@ def test_an_interrupted_search_is_shown_as_the_best_so_far(complete):
     assert any("The search for sim:2xL4 was interrupted" in note for note in found.notes)
 
 
-def test_progress_and_time_are_shared_out():
-    told, limits = [], []
-
-    def tune_one(spec, timed):
-        limits.append(timed["time_limit_s"])
-        timed["progress"](Progress("search", "half of it", 0.5))
-        return planned(5.0)
-
-    machines = asked_machines(["sim:L4", "sim:2xL4"])
-    compared(machines, tune_one, time_limit_s=100.0, progress=told.append)
-    assert [(part.message, part.fraction) for part in told] == [
-        ("1 of 2, sim:L4: half of it", 0.25),
-        ("2 of 2, sim:2xL4: half of it", 0.75),
-    ]
-    assert 0 < limits[0] <= 50.0 < limits[1] <= 100.0
-
-
 def test_the_errors_that_are_quoted_are_those_that_were_measured():
     found = json.loads((ROOT / "benchmarks" / "results" / "published.json").read_text(encoding="utf-8"))
     held_out = [found["step times"][f"timm RTX3090 fp16 {layout} held out"] for layout in ("nchw", "nhwc")]
@@ -273,30 +255,6 @@ def test_the_table_is_sorted_marked_and_says_what_it_does_not_know():
     assert "does not fit: sim:0 needs 31 GiB, has 16 GiB" in text
     assert "samples/s" in text
     assert "that the prediction was not fitted to" in text
-
-
-@pytest.mark.parametrize("width", [40, 60, 79])
-def test_a_narrow_table_is_not_torn(width):
-    text = printed(rented(), width)
-    assert all(len(line) <= width for line in text.splitlines())
-    assert "\n sim:8xL4" in text
-    if width >= 60:
-        assert "(measured)" in text
-        assert "(12, 7x35) = 257" in text
-        assert "2 steps (predicted)" in text
-        assert "cost of 1M" in text
-
-
-def test_without_prices_the_table_says_that_the_fastest_comes_first():
-    """Even if a note recommends DDP, DDP does not affect the order."""
-    faster = solved_plan(kind="sim", samples_per_s=9.0)
-    found = comparison_of({"sim:L4": one_device_plan(10.0), "sim:2xL4": faster})
-    assert [machine.devices for machine in found.machines] == ["sim:L4", "sim:2xL4"]
-    assert "\nsorted by samples/s\n" in printed(found, 100)
-    assert any(
-        note.startswith("DDP would be faster (predicted): ") and "The table does not include DDP" in note
-        for note in found.notes
-    )
 
 
 # The command line
@@ -363,13 +321,6 @@ def test_flags_become_keywords_of_tune(script, answers, capsys):
     assert all(call.pop("progress") is not None for call in answers.calls), "a bar would be drawn without one"
     assert answers.calls == [{"devices": spec, **same} for spec in ("sim:2xL4", "sim:T4")]
     assert capsys.readouterr().err == ""
-
-
-def test_real_devices_run_in_a_process_of_their_own(script, answers, capsys):
-    answers["cpu:1GiB"] = made_plan((8,), kind="cpu")
-    assert main(["compare", script(), "--devices", "sim:T4", "--devices", "cpu:1GiB"]) == 0
-    assert [call["isolate"] for call in answers.calls] == [False, True]
-    assert "measured" in capsys.readouterr().out
 
 
 def test_exit_codes_of_misfits(script, answers, capsys):

@@ -53,13 +53,6 @@ CONFIGS = {
         "patch_size": 8,
         "id2label": {"0": "cat", "1": "dog", "2": "hare"},
     },
-    "resnet": {
-        "model_type": "resnet",
-        "architectures": ["ResNetForImageClassification"],
-        "embedding_size": 8,
-        "hidden_sizes": [8, 16],
-        "depths": [1, 1],
-    },
     "t5": {
         **TEXT,
         "model_type": "t5",
@@ -70,20 +63,6 @@ CONFIGS = {
         "d_ff": 32,
         "num_layers": 2,
         "num_heads": 2,
-    },
-    "bart": {
-        **TEXT,
-        "model_type": "bart",
-        "architectures": ["BartForConditionalGeneration"],
-        "decoder_start_token_id": 1,
-        "d_model": 16,
-        "max_position_embeddings": 40,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
     },
 }
 
@@ -129,7 +108,6 @@ def loss_of(workload: Workload) -> float:
         ("roberta", {}, (4, 37), (4,), 2),  # positions begin after the padding's
         ("llama", {"seq_len": 16}, (4, 16), (4, 16), 60),
         ("t5", {"seq_len": 8}, (4, 8), (4, 8), None),
-        ("bart", {"seq_len": 8}, (4, 8), (4, 8), 60),
         ("vit", {}, (4, 3, 32, 32), (4,), 3),
         for_release("gpt2", {"task": "token-classification"}, (4, 40), (4, 40), 2),
     ],
