@@ -104,21 +104,3 @@ def test_every_stage_of_the_gate_runs_its_failed_tests_again(script):
     stages = [line for line in lines if "-m pytest" in line]
     assert stages
     assert [line for line in stages if not re.search(r' \|\| bash (\.ci/again|"\$again") \$\? \w+$', line)] == []
-
-
-@pytest.mark.parametrize("flaky", ["", "slow: tests/test_some.py::test_one\n"])
-def test_the_gate_ends_with_its_flaky_tests(flaky, tmp_path):
-    text = (CI / "run").read_text(encoding="utf-8")
-    functions = [
-        re.search(rf"^{name}\(\) \{{.*?^\}}\n", text, re.DOTALL | re.MULTILINE)[0] for name in ("stage", "finish")
-    ]
-    work = tmp_path / "work"
-    work.mkdir()
-    (work / "flaky").write_text(flaky)
-    script = "".join(["set -euo pipefail\n", *functions, "trap finish EXIT\nfalse\n"])
-    settings = {**os.environ, "work": str(work), "AUTOSPLIT_FLAKY_TESTS": str(work / "flaky")}
-    done = subprocess.run(["bash", "-c", script], env=settings, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    heading = "\n== flaky: failed once, then passed alone (at 0 s)\n"
-    assert re.sub(r"at \d+ s", "at 0 s", done.stdout) == (heading + flaky if flaky else "")
-    assert not work.exists()

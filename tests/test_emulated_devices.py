@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -13,9 +11,7 @@ import threading
 import emulated
 import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 pytestmark = [
@@ -242,25 +238,6 @@ class TestFaults:
             with pytest.raises(torch.AcceleratorError, match="EMU error: an illegal memory access was encountered"):
                 call()
 
-    @pytest.mark.parametrize(
-        "look_up",
-        [
-            lambda table, index: table[index],
-            lambda table, index: F.embedding(index, table),
-            lambda table, index: table.gather(0, index[:, None]),
-            lambda table, index: F.cross_entropy(table[:1], index),
-        ],
-        ids=["index", "embedding", "gather", "label"],
-    )
-    def test_an_index_out_of_range_is_an_assertion_in_the_kernel(self, look_up):
-        table, index = torch.ones(3, 2, device="emu:0"), torch.tensor([3], device="emu:0")
-        for call in (lambda: look_up(table, index), torch.emu.synchronize):
-            with pytest.raises(torch.AcceleratorError, match="EMU error: device-side assert triggered"):
-                call()
-        emulated.mend()
-        with pytest.raises(IndexError, match="Dimension out of range"):  # which the host sees
-            table.sum(5)
-
     def test_a_kernel_hangs(self):
         code = "t = torch.ones(1, device='emu:0'); emulated.hang_kernel(0); print(1, flush=True); t + 1"
         child = subprocess.Popen([sys.executable, "-c", f"import torch, emulated; {code}"], stdout=subprocess.PIPE)
@@ -298,48 +275,3 @@ class TestLateCopies:
         assert brought.tolist() == [0, 0, 0], "another device was waited for"
         wait()
         assert brought.tolist() == [1, 2, 3]
-
-
-class TestCollectives:
-    def test_of_two_processes(self):
-        """The gradients of DDP and FSDP2 are one device's. Objects, means and messages arrive."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        torch.multiprocessing.spawn(_rank, (port,), 2)
-
-
-def _rank(rank: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    device = torch.device("emu", rank)
-    torch.emu.set_device(device)
-    backend = dist.get_default_backend_for_device("emu")
-    dist.init_process_group(f"cpu:gloo,emu:{backend}")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)).double().to(device)
-    batch = torch.randn(8, 8).double().to(device)
-    plain = copy.deepcopy(model)
-    plain(batch).sum().backward()
-    for options in ({}, {"gradient_as_bucket_view": True}):
-        wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(model), device_ids=[rank], **options)
-        (2 * wrapped(batch[rank * 4 :][:4]).sum()).backward()
-        for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad)
-    for layer in (model[0], model[2], model):
-        fully_shard(layer)
-    (2 * model(batch[rank * 4 :][:4]).sum()).backward()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
-    torch.optim.AdamW(model.parameters()).step()
-    found = [None, None]
-    dist.all_gather_object(found, rank)
-    assert found == [0, 1]
-    mean = torch.full((3,), float(rank), device=device)
-    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-    assert mean.tolist() == [0.5, 0.5, 0.5]
-    message = torch.full((2,), float(rank), device=device)
-    dist.send(message, 1) if rank == 0 else dist.recv(message, 0)
-    assert message.tolist() == [0, 0]
-    assert emulated.contexts()[os.getpid()] == (rank,)
-    dist.barrier(device_ids=[rank])
-    dist.destroy_process_group()

@@ -11,14 +11,11 @@ from handmade import made_plan
 from harmless import HOSTILE, assert_harmless
 from hypothesis import given
 from hypothesis import strategies as st
-from noted import noted
 from raised import raises
 from rich.console import Console
 
 from autosplit.cli.check_report import print_checks
 from autosplit.cli.main import main
-from autosplit.cli.pasted_code import Origin
-from autosplit.cli.plan_report import print_plan
 from autosplit.cli.terminal import progress_bar
 from autosplit.ddp.find_plan import plan_for_job
 from autosplit.errors import DeviceError
@@ -94,20 +91,6 @@ def printed(draw) -> str:
     return stream.getvalue()
 
 
-def test_a_plans_report():
-    plan = made_plan((100, 156), notes=noted(HOSTILE))
-    devices = tuple(replace(device, name=HOSTILE, label=HOSTILE) for device in plan.devices)
-    checks = (hostile_check(),)
-    ranks = tuple(replace(rank, device=HOSTILE) for rank in plan.ddp.ranks)
-    hostile = replace(plan, devices=devices, checks=checks, ddp=replace(plan.ddp, ranks=ranks))
-    origin = Origin(HOSTILE, HOSTILE)
-    for details in (False, True):
-        out = printed(lambda console: print_plan(hostile, console, origin=origin, details=details))  # noqa: B023
-        assert_harmless(out)
-        assert "[bold red]x[/]" in out
-        assert r"\x1b[2J" in out
-
-
 def hostile_check() -> Check:
     return Check(HOSTILE, 0.5, None, depends=True, advice=HOSTILE, remark=HOSTILE)
 
@@ -145,16 +128,6 @@ def test_errors_that_name_a_plans_devices():
 
 
 class TestCommands:
-    def test_show_and_its_json(self, tmp_path, capsys):
-        text = HOSTILE.replace("\ud800", "")
-        replace(made_plan((100, 156)), notes=noted(text)).save(tmp_path / "plan.json")
-        assert main(["show", str(tmp_path / "plan.json")]) == 0
-        assert_harmless(capsys.readouterr().out)
-        assert main(["show", "--json", str(tmp_path / "plan.json")]) == 0
-        out = capsys.readouterr().out
-        assert_harmless(out)
-        assert json.loads(out)["notes"]
-
     def test_an_error_that_names_a_file(self, tmp_path, capsys):
         assert main(["show", str(tmp_path / "a\x1b[2Jb\u202e.json")]) == 2
         assert_harmless(capsys.readouterr().err)

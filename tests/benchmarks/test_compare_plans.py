@@ -66,15 +66,6 @@ def test_the_split_of_budgets_depends_on_times_and_their_ceilings_do_not(bench, 
     assert "\n         ceilings: [[" in output
 
 
-def test_a_missing_case_differs_and_a_new_one_does_not(bench, compare):
-    both = {SIMULATED: saved(bench), MEASURED: saved(bench)}
-    one = {MEASURED: saved(bench)}
-    assert compare(both, one) == (1, f"missing  {SIMULATED}\nequal    {MEASURED}\n1 missing, 1 equal\n")
-    assert compare(one, both)[0] == 0
-    assert compare(both, one, "--kinds", "cpu") == (0, f"equal    {MEASURED}\n1 equal\n")
-    assert compare(both, one, "--only", "cpu: an") == (0, f"equal    {MEASURED}\n1 equal\n")
-
-
 def test_scripts_and_helpers_of_tests_have_different_names() -> None:
     """Both folders are on the import path. `plans.py` was in both, and tests imported the wrong one."""
     names = {path.name for path in BENCHMARKS.glob("*.py")}

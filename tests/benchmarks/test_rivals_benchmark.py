@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import sys
 
 import pytest
@@ -48,16 +47,3 @@ def test_the_search_finds_the_largest_batch_of_lines_and_of_bent_lines(bench, la
     for peak in (straight, bent):
         assert bench.largest_searched(peak, peak(largest) + 0.5) == min(largest, bench.LARGEST)
     assert bench.largest_line(7, 3, straight(largest)) == min(largest, bench.LARGEST)
-
-
-def test_the_formula_of_megatron(bench):
-    tokens, hidden, inner, layers, classes = 197, 768, 3072, 12, 1000
-    bytes_of_layers = 12 * 34 * 197 * 768
-    head = 8 * 197 + 197 * 768 + 4 * 197 * (768 + 1000)
-    found = bench.megatron_sample_bytes(tokens, hidden, inner, layers, classes)
-    assert math.isclose(found, bytes_of_layers + head)
-
-
-def test_brackets_are_drawn_by_the_seed(bench):
-    assert len(bench.brackets(0)) == len(bench.brackets(1)) > 300
-    assert bench.brackets(0) == bench.brackets(0) != bench.brackets(1)

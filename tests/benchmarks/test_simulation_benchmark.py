@@ -44,14 +44,3 @@ def test_a_run_without_a_gpu_compares_memory_and_can_be_recorded_only_in_full(be
     assert case["ceiling"]["ratio"] == pytest.approx(1.0, abs=0.01)
     assert figures["summary"]["samples_per_s"] == {"count": 0}
     assert "mlp, none: 2: bytes x" in capsys.readouterr().out
-
-
-def test_a_case_that_fails_is_a_line_and_not_the_end(bench, tmp_path, monkeypatch):
-    def broken(_precision: str) -> object:
-        raise RuntimeError("no such kernel")
-
-    kinds = {"broken": bench.Kind(broken, (2,))}
-    monkeypatch.setattr(bench, "PRECISIONS", ("none",))
-    figures = bench.measured(kinds, None, 60.0, tmp_path / "out.json", quick=True)
-    assert figures["cases"]["broken, none"]["failed"] == "RuntimeError: no such kernel"
-    assert figures["summary"]["failed"] == ["broken, none"]

@@ -184,14 +184,6 @@ def test_python_m_autosplit_runs_the_command_line():
     assert done.stderr == "error: the following arguments are required: FILE[:NAME]. See autosplit tune --help.\n"
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(cache_dir):
-    store("ab" * 16, made_plan())
-    command = f'"{sys.executable}" -m autosplit show abab --json | head -c 1'
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert done.stdout == "{"
-    assert done.stderr == ""
-
-
 # tune, with a fake for tuning
 
 

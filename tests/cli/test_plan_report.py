@@ -9,12 +9,10 @@ from handmade import GIB, made_ceiling, made_plan, solved_plan
 from noted import noted
 from rich.console import Console
 
-from autosplit.cli.main import main
 from autosplit.cli.pasted_code import Origin
 from autosplit.cli.plan_report import print_plan
 from autosplit.devices.catalog import UNMEASURED_RATES
 from autosplit.notes import Note
-from autosplit.plan.record import DdpPlan
 from autosplit.probe.check_result import Check
 from autosplit.solve.length_plan import LengthPlan, LengthPoint
 from autosplit.solve.memory import MemoryFit, Region
@@ -93,16 +91,6 @@ def test_the_gain_is_claimed_only_where_it_was_measured(plan, said):
     assert said in row_of(printed(plan), "gain")
 
 
-def test_ddp_ranks_with_equal_numbers_share_a_line():
-    plan = made_plan((64, 64, 128))
-    ranks = (*plan.ddp.ranks[:2], replace(plan.ddp.ranks[2], batch_size=256, accumulation_steps=1))
-    text = printed(replace(plan, ddp=DdpPlan(ranks, 9876.5)))
-    assert "ranks 0 to 1 (cuda:0 to cuda:1): batch_size 128, accumulation_steps 2" in text
-    assert "rank 2 (cuda:2): batch_size 256, accumulation_steps 1" in text
-    assert "together 9,876 samples/s" in text
-    assert "samples per optimizer step" not in text.split("together")[1], "as many as the plan's own"
-
-
 def test_another_effective_batch_of_the_ranks_is_told():
     """With a range, the ranks may use another number than the split. The report did not mention it."""
     plan = made_plan((64, 64))
@@ -116,12 +104,6 @@ def test_one_device_speaks_of_batch_and_accumulation_not_of_splits():
         assert not re.search(rf"\b{word}\b", text)
     assert "memory at this batch" in text
     assert row_of(text, "batch_size").split() == ["batch_size", "256"]
-
-
-def test_no_line_ends_between_a_number_and_its_percent_sign():
-    note = "about 50 % of it " * 20
-    assert all("50%" in printed(made_plan(notes=noted(note)), width=width) for width in range(60, 80))
-    assert not any("50\n" in printed(made_plan(notes=noted(note)), width=width) for width in range(60, 80))
 
 
 # The short report
@@ -254,24 +236,10 @@ def test_nothing_is_cut_and_only_long_lines_to_paste_are_wider(width, split):
     assert text.count("HBM3") == len(split)
 
 
-def test_an_ascii_stream_gets_ascii():
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="ascii")
-    print_plan(made_plan(), Console(file=stream, width=100, color_system=None))
-    stream.flush()
-    assert b"cuda:1" in raw.getvalue()
-
-
 def test_a_device_without_samples_is_told_of():
     """The table had a GPU without samples, without a reason."""
     told = " ".join(short(solved_plan((100, 0), kind="sim")).split())
     assert "sim:1 gets no samples, because copying the model there takes longer than it saves." in told
-
-
-def test_the_code_of_a_simulated_plan_says_where_it_is_to_run(tmp_path, capsys):
-    made_plan(kind="sim").save(tmp_path / "plan.json")
-    assert main(["show", str(tmp_path / "plan.json"), "--code"]) == 0
-    assert capsys.readouterr().out.startswith("# on the machine that has these GPUs\npython -m autosplit tune ")
 
 
 # Samples of different lengths

@@ -125,13 +125,6 @@ def test_what_is_not_removed(stored, capsys, words, said):
     assert len(profile_paths()) == 3
 
 
-def test_all_are_removed_where_nobody_is_to_be_asked(stored, capsys):
-    removed = json.loads(listed(capsys, "remove", "--all", "--yes", "--json"))["removed"]
-    assert set(removed) == set(map(str, stored.values()))
-    assert profile_paths() == ()
-    assert listed(capsys, "remove", "--all") == f"nothing to remove in {profiles_folder()}\n"
-
-
 def test_nothing_outside_the_cache_is_removed(stored, capsys, tmp_path):
     """The command removes no target of a link, no folder and no file with another name."""
     outside = tmp_path / "mine.json"

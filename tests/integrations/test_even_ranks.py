@@ -61,11 +61,6 @@ def test_known_answers(problem, batch_size, steps):
     assert (even.batch_size, even.accumulation_steps) == (batch_size, steps)
 
 
-def test_an_acceptable_step_is_preferred_to_the_nearest():
-    assert identical(4, 100, 203, sizes=(203, 300)).best().effective_batch_size == 204
-    assert identical(4, 100, 203, sizes=(150, 203)).best().effective_batch_size == 200
-
-
 class TestWithoutSlow:
     def test_a_card_that_is_too_slow_is_left_out(self):
         fit = fit_of(line(1e-3), line(10e-3), line(1e-3))
@@ -73,16 +68,6 @@ class TestWithoutSlow:
         assert kept == (0, 2)
         assert (even.num_ranks, even.batch_size) == (2, 60)
         assert even.samples_per_s == pytest.approx(2000)
-
-    @pytest.mark.parametrize(
-        "problem",
-        [
-            identical(3, 100, 300),
-            identical(2, 100, 300, fit=fit_of(line(1e-3), line(1.0), adds_up=True)),
-        ],
-    )
-    def test_nothing_is_gained(self, problem):
-        assert problem.without_slow() is None
 
 
 problems = st.builds(

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 from autosplit import tune
 from autosplit.errors import InputError, UserCodeError
 from autosplit.integrations.lightning import workload
-from autosplit.profiles.key import workload_of
 from autosplit.workload.model_call import training_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch 2.13 at Lightning's use of it
@@ -262,17 +261,6 @@ def test_a_step_in_a_wrapper_of_any_signature_gets_the_number(wrapped):
             return super().training_step(batch, batch_idx)
 
     assert loss_of(workload({"args": Wrapped, "named": Named}[wrapped](), loader())) > 0
-
-
-def test_a_step_that_asks_for_its_optimizer():
-    class Watching(Classifier):
-        def training_step(self, batch, batch_idx):
-            self.log("rate", rate := self.optimizers().param_groups[0]["lr"])
-            return rate * super().training_step(batch, batch_idx)["loss"]
-
-    made = workload(Watching(), loader())
-    assert loss_of(made) > 0
-    assert made.compute_loss(copy.deepcopy(made.model), made.sample_batch) > 0
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from dataclasses import replace
 
 import pytest
@@ -264,17 +262,3 @@ def test_the_note_has_the_measured_errors():
     )
     assert f"{min(rates):.2f} to {max(rates):.2f} times" in SCALING_ERRORS
     assert f"{1 - 1 / max(rates):.0%} too low" in SCALING_ERRORS
-
-
-def test_the_benchmark_reads_its_tables(monkeypatch):
-    pytest.importorskip("transformers")
-    spec = importlib.util.spec_from_file_location("published_scaling", BENCHMARKS / "published_scaling.py")
-    bench = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, bench)
-    spec.loader.exec_module(bench)
-    rows = bench.rows()
-    group = [row for row in rows if row.model == "mpt-7b"]
-    off = [one["points off"] for one in bench.compared(group)]
-    assert max(map(abs, off)) <= 10
-    assert all(row.cluster().nodes == row.nodes for row in rows)
-    assert 0.8 < next(one["time ratio"] for one in bench.all_reduces() if one["MiB"] == 1024) < 1.2
