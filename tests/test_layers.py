@@ -268,25 +268,6 @@ def test_tools_are_imported_where_they_are_meant() -> None:
     }
 
 
-GERUNDS = {"checkpointing", "find_ceiling", "lightning", "timing", "tuning"}
-"""Module names that end in -ing, all of them terms of the field."""
-
-
-def test_names_and_sentences_begin_as_the_field_does() -> None:
-    """Modules have nouns as names, and no docstring begins with a question word."""
-    named = {name.rpartition(".")[2] for name in modules_in(ROOT)}
-    assert {name for name in named if name.endswith("ing")} == GERUNDS
-    opened = [
-        (name, documented.splitlines()[0])
-        for name, path in modules_in(ROOT).items()
-        for node in ast.walk(parsed(path.read_text()))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and (documented := ast.get_docstring(node))
-        and documented.split()[0].strip(",.:") in {"What", "Of", "So", "Who", "It"}
-    ]
-    assert not opened
-
-
 def test_no_import_cycles() -> None:
     try:
         list(graphlib.TopologicalSorter(graph_of(ROOT)).static_order())

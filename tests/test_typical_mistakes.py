@@ -97,14 +97,6 @@ def test_a_traceback_ends_at_the_call(name: str, monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def test_a_cause_keeps_the_users_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AUTOSPLIT_DEBUG", raising=False)
-    with pytest.raises(UserCodeError) as caught:
-        MISTAKES["a loss of outputs"][0]()
-    assert caught.value.__cause__ is not None
-    assert set(files_of(caught.value.__cause__)) == {__file__}
-
-
 def chained(model: nn.Module, batch: Any) -> Any:
     """A loss that raises an error with a cause."""
     try:

@@ -375,20 +375,6 @@ class TestNoFailure:
 
 
 class TestPlaces:
-    def test_a_rank_that_waits_long_prints_all_places(self, capfd: pytest.CaptureFixture[str]) -> None:
-        """NCCL ends a process at the time-out without an exception."""
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        store.set("place/0", "at the start of loop 2")
-        store.set("end/2", "failed ValueError: the reason")
-        printed: list[str] = []
-        progress = Progress(1, 3, timeout_s=1.0)
-        with progress.published(store):
-            progress.begin_loop()
-            until(lambda: printed.append(capfd.readouterr().err) or "ends the job" in "".join(printed))
-        assert "autosplit: rank 1 has been at the start of loop 1 for " in "".join(printed)
-        assert "(rank 0: at the start of loop 2, rank 2: ValueError: the reason)" in "".join(printed)
-        assert not any(thread.name == "autosplit-progress" for thread in threading.enumerate())
-
     def test_only_a_broken_collective_has_another_cause(self) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
         store.set("end/0", "failed ValueError: the reason")

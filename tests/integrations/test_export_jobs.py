@@ -189,7 +189,7 @@ def test_a_task_of_skypilot():
 
 @pytest.mark.parametrize(
     ("gpu", "name"),
-    [("NVIDIA A100-SXM4-80GB", "A100-80GB"), ("NVIDIA New 9", "New-9")],
+    [("NVIDIA A100-SXM4-80GB", "A100-80GB"), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA New 9", "New-9")],
 )
 def test_skypilots_names_of_gpus(gpu, name):
     task = plan_of((1, gpu)).export("skypilot").settings

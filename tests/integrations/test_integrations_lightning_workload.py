@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from autosplit import tune
 from autosplit.errors import InputError, UserCodeError
 from autosplit.integrations.lightning import workload
+from autosplit.profiles.key import workload_of
 from autosplit.workload.model_call import training_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch 2.13 at Lightning's use of it

@@ -186,15 +186,6 @@ def test_what_runs_is_measured_and_what_is_computed_predicted():
     assert not comparison_of({"cpu:1GiB,cpu:1GiB": joint}).machines[0].predicted
 
 
-def test_an_interrupt_shows_those_that_are_done():
-    answers = {"sim:L4": one_device_plan(5.0), "sim:2xL4": tune.TuningInterrupted(None), "sim:T4": misfit()}
-    with pytest.raises(ComparisonInterrupted) as raised:
-        comparison_of(answers)
-    found = raised.value.comparison
-    assert [machine.devices for machine in found.machines] == ["sim:L4"]
-    assert (found.not_compared, found.complete) == (("sim:2xL4", "sim:T4"), False)
-
-
 @pytest.mark.parametrize("complete", [False, True])
 def test_an_interrupted_search_is_shown_as_the_best_so_far(complete):
     best = planned(5.0, complete=complete)  # complete for only one of the precisions

@@ -19,12 +19,12 @@ from raised import raises
 from autosplit.accelerators import accelerator_kind
 from autosplit.cli.main import main
 from autosplit.devices import peer_copy_check
-from autosplit.devices.catalog import GPUS_VARIABLE, find_card
+from autosplit.devices.catalog import GPUS_VARIABLE
 from autosplit.devices.spec import list_devices, parse_devices
 from autosplit.errors import DeviceError
 from autosplit.tools import collective_check, doctor, measured_rates
 from autosplit.tools.doctor import examine
-from autosplit.tools.examination import Copy, Meeting, SharedResult, cards_toml
+from autosplit.tools.examination import Meeting, SharedResult
 from autosplit.tools.inventory import DeviceReport
 
 GIB = 2**30
@@ -37,14 +37,21 @@ def reported(**changes: object) -> DeviceReport:
 
 
 class TestRates:
-    def test_they_are_those_of_this_processor(self):
-        """A product of twice the size takes eight times as long. A rate that grew with it would measure the clock."""
-        small, large = (measured_rates.matmul_flops(CPU, torch.float32, largest_bytes=size) for size in (2**20, 2**24))
-        assert 1e8 < small < 1e14
-        assert 0.2 < large / small < 20
-        assert 1e8 < measured_rates.memory_bytes_per_s(CPU, largest_bytes=2**26) < 1e13
-        assert 1e-7 < measured_rates.launch_s(CPU) < 1e-3
-        assert 1e8 < measured_rates.copy_bytes_per_s(CPU, CPU) < 1e13
+    @pytest.mark.parametrize(("capability", "has"), [((9, 0), True), ((7, 5), False)])
+    def test_float32_by_tensor_cores_is_a_rate_of_its_own(self, monkeypatch, capability, has):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        seen = []
+
+        def rate(_device: object, dtype: torch.dtype, **_options: object) -> float:
+            seen.append((dtype, torch.get_float32_matmul_precision()))
+            return 1e12 * len(seen)
+
+        monkeypatch.setattr(measured_rates, "matmul_flops", rate)
+        found = doctor._flops_of(torch.device("cuda", 0), 2**30)
+        assert ("tf32" in found) == has
+        assert (torch.float32, "highest") in seen
+        assert ((torch.float32, "high") in seen) == has
+        assert torch.get_float32_matmul_precision() == "highest"
 
 
 class TestProblems:
@@ -74,18 +81,6 @@ class TestCards:
         printed = capsys.readouterr()
         assert "H200" in printed.out
         assert "Choose a file in an existing folder." in printed.err.replace("\n", " ")
-
-    def test_what_is_kept_is_what_sim_predicts_with(self, tmp_path, monkeypatch):
-        copies = (Copy("cuda:0", "cuda:1", True, 300.0), Copy("cuda:1", "cuda:0", False, 900.0))
-        own = replace(CARD, device="cuda:1", name="Intel(R) Graphics [0x64a0]", catalogue=None)
-        path = tmp_path / "cards.toml"
-        path.write_text(cards_toml(examined(CARD, replace(own, compute_capability=None), copies=copies)))
-        monkeypatch.setenv(GPUS_VARIABLE, str(path))
-        known = find_card("H200")
-        assert (known.peak_flops["bfloat16"], known.memory_bytes_per_s) == (7e14, 4.1e12)
-        assert (known.link_bytes_per_s, known.launch_s) == (3e11, 4e-6)
-        assert find_card("Intel(R) Graphics [0x64a0]").memory_bytes == 140 * GIB
-        assert find_card("Intel-Graphics--0x64a0").memory_bytes == 140 * GIB
 
     def test_the_command_of_the_error_makes_sim_know_the_gpu(self, tmp_path, monkeypatch):
         new = replace(CARD, name="NVIDIA GeForce RTX 6090", catalogue=None, usual_link_gb_per_s=None)

@@ -98,14 +98,6 @@ def test_mixed_cards_in_differing_orders(machine, monkeypatch):
     assert "CUDA_VISIBLE_DEVICES='1,2': cuda:0 is physical 2, cuda:1 is physical 1" in notes
 
 
-def test_matched_by_pci_address_without_a_uuid(machine):
-    first, second = cards("a", "b")
-    machine(FakeCuda([second, first], with_uuid=False), FakeNvml([first, second]))
-    reports, _ = survey_devices()
-    assert [report.physical_index for report in reports] == [1, 0]
-    assert reports[0].uuid == f"GPU-{second.uuid}"
-
-
 NVML_FUNCTIONS = [
     "nvmlDeviceGetUUID",
     "nvmlDeviceGetMigMode",

@@ -113,14 +113,6 @@ def test_equal_devices_are_counted_and_others_are_named():
     assert name_of(elsewhere) == "4 x RTX 3090"
 
 
-def test_one_device_has_a_curve_instead_of_the_landscape():
-    found = charts(solved_plan((256,)))
-    assert found["landscape"].title == "Throughput by batch_size"
-    assert {"this plan", "batch_size, samples"} <= words(found["landscape"])
-    assert any(text.endswith(" predicted") for text in texts(found["landscape"]))
-    assert "rates" not in found
-
-
 def test_names_of_devices_cannot_be_markup_or_expressions():
     plan = solved_plan()
     hostile = 'x<script>alert("1")</script>\x00\x1b[31m\u202e&'

@@ -184,13 +184,6 @@ def test_batchnorms_that_need_two_samples_leave_lengths_out():
     assert "lengths-not-measured" in kinds(found.notes)
 
 
-def test_samples_of_one_length_need_no_other():
-    found = tuned(lengths=[64] * 50).lengths
-    assert found is not None
-    assert [point.length for point in found.points] == [64]
-    assert found.padding_share == found.fixed_padding_share == 0
-
-
 @pytest.mark.slow
 def test_a_forwards_most_samples_are_kept():
     found = tuned(max_batch_size=40)
