@@ -6,7 +6,6 @@ import json
 import re
 from typing import Any
 
-import pytest
 from folders import DOCS, README, ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -88,16 +87,6 @@ def test_the_picture_has_the_figures_of_the_table() -> None:
     ratios = [f"{plan / rate:.2f}" for rate in shown]
     assert gain[1] in ratios
     assert gain[2] in ratios
-
-
-def test_the_badges_are_those_of_the_package() -> None:
-    tomllib = pytest.importorskip("tomllib")  # new in Python 3.11
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    versions = re.findall(r":: (3\.\d+)$", "\n".join(project["classifiers"]), re.MULTILINE)
-    assert f"![Python {versions[0]} to {versions[-1]}]" in README
-    assert f"![Licence {project['license']}]" in README
-    status = next(one for one in project["classifiers"] if one.startswith("Development Status"))
-    assert f"![Status {status.rpartition(' ')[2].lower()}]" in README
 
 
 def test_no_other_figure_is_on_the_first_screen() -> None:

@@ -202,14 +202,6 @@ class TestOneProcess:
         finally:
             dist.destroy_process_group()
 
-    def test_a_move_to_new_parameters_leaves_no_optimizer_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with ddp.setup(make_plan((4,))) as ctx, raises(InputError):
-            ctx.wrap(model)
-        del optimizer
-
     def test_options_that_this_ddp_does_not_have_are_named(self) -> None:
         with ddp.setup(make_plan((4,))) as ctx:
             with raises(InputError, "not_an_option"):

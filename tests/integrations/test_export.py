@@ -114,6 +114,14 @@ def test_a_step_that_the_ranks_do_not_divide_becomes_another_and_says_so():
     assert "no fewer than with" in found.notes[0]
 
 
+def test_without_an_effective_batch_there_is_one_forward():
+    """Those ceilings were found in steps of one forward, without gradients that wait for a second."""
+    plan = uneven_plan()
+    found = replace(plan, effective_batch_sizes=None).export("transformers")
+    assert numbers(found) == (40, 1)
+    assert found.even.effective_batch_size == 80
+
+
 @pytest.mark.parametrize("to", TOOLS)
 def test_several_devices_without_ranks(to):
     plan = replace(even_plan(), ddp=DdpPlan((), 0.0, "cuda:1 can't hold a DDP rank"))

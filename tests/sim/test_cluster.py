@@ -35,10 +35,6 @@ def test_rates(rate, gbps):
     assert parse_cluster(f"sim:2x(L4){rate}").network_bytes_per_s == gbps * 1e9 / 8
 
 
-def test_a_single_node_needs_no_rate():
-    assert parse_cluster("sim:(8xA100-80GB)") == parse_cluster(parse_cluster(" sim:(8xA100-80GB) "))
-
-
 @pytest.mark.parametrize(
     "spec",
     [

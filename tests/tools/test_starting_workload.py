@@ -150,10 +150,6 @@ def test_a_model_of_two_inputs_gets_a_function_that_calls_it(written, sample, ca
     assert training_loss(workload, workload.model, workload.sample_batch).isfinite()
 
 
-def test_the_shape_of_a_sample_can_be_given(written):
-    assert written(HEAD + CNN, shape=(3, 40, 50)).inputs == "torch.randn(8, 3, 40, 50)"
-
-
 @pytest.mark.parametrize(
     ("code", "options", "named"),
     [
