@@ -43,13 +43,6 @@ def test_crashes():
     if FIRST:
         os._exit(3)
 """
-SKIPPED_LATER = """
-def test_skipped_later():
-    (HERE / "second").touch()
-    if not FIRST:
-        pytest.skip("the second time")
-    assert False
-"""
 BAD_TEARDOWN = """
 @pytest.fixture
 def bad():
@@ -62,15 +55,12 @@ def test_bad_teardown(bad):
 """
 # Name: (the tiny suite, a second file of it, xdist workers, the stage's exit code, the flaky tests).
 SUITES = {
-    "a flaky test": (PRELUDE + FLAKY, "", 2, 0, ["test_flaky[a b]"]),
     "a crash of a worker": (PRELUDE + CRASHES_ONCE, "", 1, 0, ["test_crashes"]),
     "a crash of pytest": (PRELUDE + CRASHES_ONCE, "", 0, 3, []),
     "a flaky test and a failing test": (PRELUDE + FLAKY + FAILS, "", 0, 1, ["test_flaky[a b]"]),
-    "a test that is skipped the second time": (PRELUDE + SKIPPED_LATER, "", 0, 1, []),
     "a teardown that always fails": (PRELUDE + BAD_TEARDOWN, "", 0, 1, []),
     # With workers, pytest runs the other file and exits with 1, as if tests had failed.
     "a collection error": (PRELUDE + FLAKY, "raise RuntimeError", 1, 1, []),
-    "no tests": ("", "", 0, 5, []),
 }
 
 IN_GATE = ("a flaky test and a failing test", "a crash of a worker", "a collection error")
@@ -114,21 +104,3 @@ def test_every_stage_of_the_gate_runs_its_failed_tests_again(script):
     stages = [line for line in lines if "-m pytest" in line]
     assert stages
     assert [line for line in stages if not re.search(r' \|\| bash (\.ci/again|"\$again") \$\? \w+$', line)] == []
-
-
-@pytest.mark.parametrize("flaky", ["", "slow: tests/test_some.py::test_one\n"])
-def test_the_gate_ends_with_its_flaky_tests(flaky, tmp_path):
-    text = (CI / "run").read_text(encoding="utf-8")
-    functions = [
-        re.search(rf"^{name}\(\) \{{.*?^\}}\n", text, re.DOTALL | re.MULTILINE)[0] for name in ("stage", "finish")
-    ]
-    work = tmp_path / "work"
-    work.mkdir()
-    (work / "flaky").write_text(flaky)
-    script = "".join(["set -euo pipefail\n", *functions, "trap finish EXIT\nfalse\n"])
-    settings = {**os.environ, "work": str(work), "AUTOSPLIT_FLAKY_TESTS": str(work / "flaky")}
-    done = subprocess.run(["bash", "-c", script], env=settings, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    heading = "\n== flaky: failed once, then passed alone (at 0 s)\n"
-    assert re.sub(r"at \d+ s", "at 0 s", done.stdout) == (heading + flaky if flaky else "")
-    assert not work.exists()

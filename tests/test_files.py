@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from autosplit.files import LargeFileError, make_private_folder, moved_aside, read_bounded, replace_file, what_stands_at
+from autosplit.files import LargeFileError, read_bounded, replace_file, what_stands_at
 
 
 def mode_of(path) -> int:
@@ -37,30 +37,6 @@ class TestWriting:
         replace_file(tmp_path / "file", "text", mode=0o600)
         assert not (tmp_path / "file").is_symlink()
         assert (tmp_path / "own").read_text() == "mine"
-
-    def test_one_that_is_cut_off_leaves_the_old_one(self, tmp_path):
-        (tmp_path / "file").write_text("mine")
-        with pytest.raises(UnicodeEncodeError):
-            replace_file(tmp_path / "file", "half\ud800", mode=0o600)
-        assert [path.name for path in tmp_path.iterdir()] == ["file"]
-        assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_folders_are_their_owners_alone(tmp_path):
-    (tmp_path / "there").mkdir(mode=0o755)
-    make_private_folder(tmp_path / "there" / "a" / "b")
-    make_private_folder(tmp_path / "there" / "a" / "b")
-    modes = [mode_of(tmp_path / "there" / name) for name in ("", "a", "a/b")]
-    assert modes == [0o755, 0o700, 0o700]
-
-
-def test_what_is_in_the_way_is_moved(tmp_path):
-    path, aside = tmp_path / "it.json", tmp_path / "it.bad"
-    for text in ("first", "second"):
-        path.write_text(text)
-        assert moved_aside(path, ".bad") == aside
-        assert not path.exists()
-        assert aside.read_text() == text
 
 
 def test_what_is_not_to_be_replaced(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 from raised import raises
 
 from autosplit.errors import InputError
-from autosplit.files import read_bounded
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 
@@ -24,12 +23,6 @@ def irregular(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path
     else:
         path = Path("/dev/zero")
     return request.param, path
-
-
-def test_it_is_named(irregular: tuple[str, Path]) -> None:
-    what, path = irregular
-    with pytest.raises(OSError, match=f"{what}"):
-        read_bounded(path, 10)
 
 
 def test_as_a_plan(irregular: tuple[str, Path]) -> None:
@@ -70,9 +63,3 @@ def test_as_a_profile(irregular: tuple[str, Path], monkeypatch: pytest.MonkeyPat
     found = store.find("ab", ProfileKey({"devices": []}, {}, {}))
     assert found.plan is None
     assert f"{what}" in str(found.notes[0])
-
-
-def test_a_link_to_a_file_is_read(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"abc")
-    (tmp_path / "link").symlink_to(tmp_path / "file")
-    assert read_bounded(tmp_path / "link", 10) == b"abc"

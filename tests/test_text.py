@@ -11,14 +11,11 @@ from handmade import made_plan
 from harmless import HOSTILE, assert_harmless
 from hypothesis import given
 from hypothesis import strategies as st
-from noted import noted
 from raised import raises
 from rich.console import Console
 
 from autosplit.cli.check_report import print_checks
 from autosplit.cli.main import main
-from autosplit.cli.pasted_code import Origin
-from autosplit.cli.plan_report import print_plan
 from autosplit.cli.terminal import progress_bar
 from autosplit.ddp.find_plan import plan_for_job
 from autosplit.errors import DeviceError
@@ -32,16 +29,11 @@ from autosplit.tuning.progress import Progress
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 3090"),
         ("ein Gerät — “größer” 卡", "ein Gerät — “größer” 卡"),
         ("a\x1b[31mb", r"a\x1b[31mb"),
-        ("a\x9b31mb", r"a\x9b31mb"),
         ("one\r\ntwo", r"one\r\ntwo"),
         ("ab\u202edc", r"ab\u202edc"),
-        ("\ud800", r"\ud800"),
         ("[bold]", "[bold]"),
-        (ValueError("x\ty"), r"x\ty"),
-        ("\U000e0041", r"\U000e0041"),
     ],
 )
 def test_a_text_shows_itself(text, shown):
@@ -54,9 +46,7 @@ def test_any_text_is_harmless(text):
     assert printable(printable(text)) == printable(text)
 
 
-@pytest.mark.parametrize(
-    ("count", "said"), [(0, ""), (1, "a"), (2, "a, b"), (3, "a, b, c"), (4, "a, b and 2 more"), (5, "a, b and 3 more")]
-)
+@pytest.mark.parametrize(("count", "said"), [(1, "a"), (3, "a, b, c"), (4, "a, b and 2 more")])
 def test_a_single_one_more_is_named(count, said):
     """``and 1 more`` was as long as the name itself."""
     assert listed("abcde"[:count], 2) == said
@@ -82,11 +72,8 @@ def test_json_means_the_same_and_is_harmless(value):
     [
         ("mysql://ann:secret@host/db", "mysql://ann:***@host/db"),
         ("postgresql+psycopg2://ann:s/e:c@ret@host:5432/db", "postgresql+psycopg2://ann:***@host:5432/db"),
-        ("redis://:secret@host", "redis://:***@host"),
         ("(at 'mysql://ann:secret@host/db')", "(at 'mysql://ann:***@host/db')"),
-        ("mysql://host/db?user=ann&password=secret&x=1", "mysql://host/db?user=ann&password=***&x=1"),
         ("mysql://host/db?ssl_key_password=a;auth_token=b", "mysql://host/db?ssl_key_password=***;auth_token=***"),
-        ("sqlite:///study.db", "sqlite:///study.db"),
         ("https://host:8080/page, a@b", "https://host:8080/page, a@b"),
     ],
 )
@@ -102,20 +89,6 @@ def printed(draw) -> str:
     stream = io.StringIO()
     draw(Console(file=stream, width=120, force_terminal=False, color_system=None, highlight=False))
     return stream.getvalue()
-
-
-def test_a_plans_report():
-    plan = made_plan((100, 156), notes=noted(HOSTILE))
-    devices = tuple(replace(device, name=HOSTILE, label=HOSTILE) for device in plan.devices)
-    checks = (hostile_check(),)
-    ranks = tuple(replace(rank, device=HOSTILE) for rank in plan.ddp.ranks)
-    hostile = replace(plan, devices=devices, checks=checks, ddp=replace(plan.ddp, ranks=ranks))
-    origin = Origin(HOSTILE, HOSTILE)
-    for details in (False, True):
-        out = printed(lambda console: print_plan(hostile, console, origin=origin, details=details))  # noqa: B023
-        assert_harmless(out)
-        assert "[bold red]x[/]" in out
-        assert r"\x1b[2J" in out
 
 
 def hostile_check() -> Check:
@@ -155,21 +128,11 @@ def test_errors_that_name_a_plans_devices():
 
 
 class TestCommands:
-    def test_show_and_its_json(self, tmp_path, capsys):
-        text = HOSTILE.replace("\ud800", "")
-        replace(made_plan((100, 156)), notes=noted(text)).save(tmp_path / "plan.json")
-        assert main(["show", str(tmp_path / "plan.json")]) == 0
-        assert_harmless(capsys.readouterr().out)
-        assert main(["show", "--json", str(tmp_path / "plan.json")]) == 0
-        out = capsys.readouterr().out
-        assert_harmless(out)
-        assert json.loads(out)["notes"]
-
     def test_an_error_that_names_a_file(self, tmp_path, capsys):
         assert main(["show", str(tmp_path / "a\x1b[2Jb\u202e.json")]) == 2
         assert_harmless(capsys.readouterr().err)
 
-    @pytest.mark.parametrize("arguments", [("show", "a" * 5000), ("show", "x" * 5000), ("tune", "x" * 5000)])
+    @pytest.mark.parametrize("arguments", [("show", "x" * 5000), ("tune", "x" * 5000)])
     def test_a_name_that_no_file_can_have(self, arguments, capsys):
         assert main(list(arguments)) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -198,7 +161,7 @@ def test_a_text_made_to_take_long_takes_no_time(text):
     assert len(without_passwords(text)) <= LONGEST
 
 
-@pytest.mark.parametrize("longest", [0, 1, 3, 4, 40, 300, 502, 503, 504, 4000])
+@pytest.mark.parametrize("longest", [0, 4, 40, 502, 503, 4000])
 def test_a_shortened_text_is_never_longer(longest):
     """Below 503 characters a negative slice kept nearly all of a text of 100,000."""
     text = "".join(map(str, range(30_000)))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pages import Reader
 
-from autosplit.text import escaped, table_html, visible
+from autosplit.text import escaped, visible
 
 
 @given(st.text())
@@ -24,17 +24,6 @@ def test_a_text_stays_a_text(text):
 @pytest.mark.parametrize("text", ["\x00", "\x1b[31m", "\u202e", "\x9b", "\u200f"])
 def test_what_can_not_be_seen_is_marked(text):
     assert visible(f"a{text}b").startswith("a\ufffd")
-
-
-def test_line_ends_and_letters_of_all_kinds_stay():
-    assert visible("é\n漢\tع") == "é\n漢\tع"
-
-
-def test_a_table_is_whole_and_escaped():
-    read = Reader(table_html("<t>", [("<f>", "&")], ["<c>"], [["<script>"]], ["'\""]))
-    assert read.open == []
-    assert "script" not in read.tags
-    assert read.texts == ["<t>", "<f>", "&", "<c>", "<script>", "'\""]
 
 
 def test_a_plan_is_a_table_in_notebooks():
@@ -57,7 +46,3 @@ def test_a_plan_is_a_table_in_notebooks():
         "interrupted: the best plan so far",
         "simulated: predicted for GPUs that this machine does not have",
     } <= set(read.texts)
-
-
-def test_one_device_has_no_split_in_notebooks():
-    assert "gpu0_bsz" not in made_plan((256,))._repr_html_()

@@ -14,7 +14,6 @@ from raised import raises
 from torch import nn
 
 import autosplit
-from autosplit.cli.main import main
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import (
     ArgumentError,
@@ -98,14 +97,6 @@ def test_a_traceback_ends_at_the_call(name: str, monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def test_a_cause_keeps_the_users_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AUTOSPLIT_DEBUG", raising=False)
-    with pytest.raises(UserCodeError) as caught:
-        MISTAKES["a loss of outputs"][0]()
-    assert caught.value.__cause__ is not None
-    assert set(files_of(caught.value.__cause__)) == {__file__}
-
-
 def chained(model: nn.Module, batch: Any) -> Any:
     """A loss that raises an error with a cause."""
     try:
@@ -135,13 +126,6 @@ def test_precisions_have_the_names_of_torch() -> None:
     for given, name in ((torch.bfloat16, "bf16"), ("bfloat16", "bf16"), ("float16", "fp16"), (torch.float32, "none")):
         assert autosplit.Workload(net(), BATCH, LOSS, precision=given).precision == name
         assert autosplit.tune(net(), BATCH, LOSS, precision=given, **SMALL).precision == name
-
-
-def test_a_sum_is_passed_to_tune() -> None:
-    loss = nn.CrossEntropyLoss(reduction="sum")
-    plan = autosplit.tune(net(), BATCH, loss, loss_reduction="sum", **SMALL)
-    assert plan.loss_reduction == "sum"
-    assert not [check for check in plan.checks if check.depends]
 
 
 def test_a_plan_with_a_nan_loss_is_not_saved() -> None:
@@ -178,24 +162,6 @@ def test_an_idle_device_is_named() -> None:
     (note,) = [note for note in plan.notes if note.kind == "device-idle"]
     assert "sim:1 gets no samples" in note.text
     assert "effective_batch_size" in note.text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["tuen"], "Did you mean tune?"),
-        (["show", "zzz"], "There is no plan 'zzz'"),
-        (["tune", "{file}"], "workload = autosplit.Workload(model, (inputs, targets), loss_fn)"),
-        (["tune", "{file}:model"], "workload = autosplit.Workload(model, (inputs, targets), loss_fn)"),
-    ],
-)
-def test_the_command_line_names_the_next_step(
-    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("from torch import nn\nmodel = nn.Linear(2, 1)\n")
-    assert main([part.format(file=file) for part in arguments]) == 2
-    assert words in capsys.readouterr().err
 
 
 def test_a_plan_is_loaded_by_its_key_and_cuts_a_dataset() -> None:

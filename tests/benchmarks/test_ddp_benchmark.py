@@ -30,35 +30,6 @@ def bench() -> ModuleType:
         del sys.modules[spec.name]
 
 
-def rounds_with(ours: float, control: float) -> list[list[float]]:
-    """Return rounds of a handwritten loop, autosplit's loop and the control, with random but common slowdowns."""
-    return [[factor, factor * ours, factor * control] for factor in (0.9, 1.0, 1.2) * 20]
-
-
-@pytest.mark.parametrize(("ours", "control", "cost"), [(1.0, 1.0, 0.0), (1.03, 1.0, 0.03), (1.03, 1.02, 0.01)])
-def test_the_cost_is_what_is_beyond_the_control(bench, ours, control, cost):
-    found = bench.judged_cost(rounds_with(ours, control), bench.ALIKE["one micro-step"])
-    assert found["ours"] == pytest.approx(ours)
-    assert found["control"] == pytest.approx(control)
-    assert found["cost"] == pytest.approx(cost, abs=1e-5)
-    assert found["cost_interval"] == pytest.approx([cost, cost], abs=1e-5)
-
-
-def test_an_interval_holds_the_figure_and_grows_with_the_noise(bench):
-    widths = []
-    for noise in (0.01, 0.1):
-        found = [[1.0, 1.0 + noise * (number % 7 - 3), 1.0] for number in range(70)]
-        low, high = bench.judged_cost(found, bench.ALIKE["one micro-step"])["cost_interval"]
-        assert low <= 0.0 <= high
-        widths.append(high - low)
-    assert 0.0 < widths[0] < widths[1]
-
-
-def test_every_order_of_the_rivals_comes_equally_often(bench):
-    assert len(bench.PERMUTATIONS) == bench.QUICK_ROUNDS
-    assert {len([order for order in bench.PERMUTATIONS if order[0] == place]) for place in range(3)} == {2}
-
-
 def test_ranks_of_gpus_keep_all_cores(bench, monkeypatch):
     """On one core, launches waited for autograd and for NCCL's own thread."""
     kept = []

@@ -33,15 +33,6 @@ def test_how_a_stage_ends(code, limit_s, status):
     assert process.poll() is not None
 
 
-def test_a_stage_without_time_is_not_started():
-    assert gpu._run(gpu.STAGES[0], gpu.LEAST_S - 1, small=True)["status"] == "no time"
-
-
-def test_the_budgets_of_the_first_stages_fit_the_limit():
-    """The last stages get the remaining time."""
-    assert sum(stage.budget_s for stage in gpu.STAGES[:-2]) <= gpu.LIMIT_S
-
-
 def test_every_predicted_setting_was_predicted():
     gpus = json.loads(gpu.PREDICTIONS.read_text(encoding="utf-8"))["gpus"]
     assert list(gpus) == ["H100-80GB", "H200"]

@@ -62,11 +62,6 @@ def test_the_column_of_the_tested_torch_version_is_committed_for_every_case():
     assert set(rows) == {(case.name, capability) for case in CASES.values() for capability in case.capabilities()}
 
 
-def test_case_names_are_unique():
-    names = [case.name for case in all_cases()]
-    assert len(names) == len(CASES)
-
-
 def test_all_other_cases_have_numbers():
     rows = cuda_kernels.read_column(cuda_kernels.column_path(pinned_torch())).values()
     without = {row.case.rpartition(" [")[0] for row in rows if row.error}

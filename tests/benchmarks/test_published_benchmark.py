@@ -57,22 +57,3 @@ def test_traces_are_kept_by_compute_capability_and_read_again(bench, monkeypatch
     assert len(list(tmp_path.iterdir())) == 2, "H100 and H200 have the same compute capability"
     monkeypatch.setattr(bench, "_tracer", None)
     assert [bench.seconds(row, tmp_path) for row in rows] == found
-
-
-def test_several_gpus_are_predicted(bench, monkeypatch):
-    net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
-    batch = (torch.zeros(2, 32), torch.zeros(2, dtype=torch.long))
-    monkeypatch.setattr(bench, "workload", lambda row: Workload(net, batch, loss_fn=F.cross_entropy))
-    assert bench.seconds(row_of(bench, "RTX3090", cards=3), None) > 0
-
-
-def test_each_step_of_a_language_model_is_compared_or_says_what_it_needs(monkeypatch):
-    pytest.importorskip("transformers")
-    bench = loaded("published_language", monkeypatch)
-    rows = bench.rows()
-    compared = [row for row in rows if not row.needs]
-    assert {row.needs for row in rows} == {"", "torch.compile", "FlexAttention", "FSDP"}
-    assert all(row.source.startswith("github:") for row in rows)
-    assert all(row.model in bench.CONFIGS for row in compared)
-    assert all(row.step_s or row.peak_gb for row in compared)
-    assert {row.recipe for row in compared} == {"", *bench.RECIPES}

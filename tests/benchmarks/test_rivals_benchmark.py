@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import sys
 
 import pytest
@@ -37,16 +36,7 @@ def test_errors_are_counted_from_the_nearest_end_of_the_bracket(bench):
     assert bench.errors([]) == {"brackets": 0}
 
 
-def test_models_without_an_answer_do_not_count(bench):
-    predictions = {
-        "a": {"fits": 8, "fails": 12, "x": 9, "y": "NoAnswerError: not a plain transformer"},
-        "b": {"fits": 8, "fails": 12, "x": 13},
-    }
-    found = bench.report(predictions, ["x", "y"])
-    assert (found["x"]["brackets"], found["x"]["inside"], found["y"]) == (2, 0.5, {"brackets": 0})
-
-
-@pytest.mark.parametrize("largest", [1, 5, 31, 32, 33, 700, 5000])
+@pytest.mark.parametrize("largest", [1, 32, 700, 5000])
 def test_the_search_finds_the_largest_batch_of_lines_and_of_bent_lines(bench, largest):
     def straight(batch):
         return 7 + 3 * batch
@@ -57,21 +47,3 @@ def test_the_search_finds_the_largest_batch_of_lines_and_of_bent_lines(bench, la
     for peak in (straight, bent):
         assert bench.largest_searched(peak, peak(largest) + 0.5) == min(largest, bench.LARGEST)
     assert bench.largest_line(7, 3, straight(largest)) == min(largest, bench.LARGEST)
-
-
-def test_the_formula_of_megatron(bench):
-    tokens, hidden, inner, layers, classes = 197, 768, 3072, 12, 1000
-    bytes_of_layers = 12 * 34 * 197 * 768
-    head = 8 * 197 + 197 * 768 + 4 * 197 * (768 + 1000)
-    found = bench.megatron_sample_bytes(tokens, hidden, inner, layers, classes)
-    assert math.isclose(found, bytes_of_layers + head)
-
-
-def test_a_missing_package_is_not_an_error(bench, monkeypatch):
-    monkeypatch.setattr(bench, "PACKAGES", {"autosplit": "torch", "other": "no-such-distribution"})
-    assert list(bench.installed()) == ["autosplit"]
-
-
-def test_brackets_are_drawn_by_the_seed(bench):
-    assert len(bench.brackets(0)) == len(bench.brackets(1)) > 300
-    assert bench.brackets(0) == bench.brackets(0) != bench.brackets(1)

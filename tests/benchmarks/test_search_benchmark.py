@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import math
 import sys
-from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import workloads
 from folders import BENCHMARKS
-from marks import for_release
 
 from autosplit import parse_devices
 from autosplit.runtime.tracer import Tracer, make_tracer
@@ -50,28 +47,6 @@ def enumerated(judge, count: int) -> dict[tuple[int, ...], float]:
 SAMPLES = 5
 
 
-def cards(bench, tracer: Tracer, spec: str, held: int | None):
-    """Return GPUs with memory for a number of samples of an accumulated step, or with all their memory."""
-    devices = parse_devices(spec)
-    if held is None:
-        return devices
-    shape = bench.StepShape(((held,),), accumulates=True)
-    capacity_bytes = tracer.trace(shape).peak_bytes[0]
-    return tuple(replace(device, capacity_bytes=capacity_bytes) for device in devices)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("held", [for_release(None), 3])
-def test_exhaustive_search_finds_the_best_of_all_splits(bench, tracer, held):
-    devices = cards(bench, tracer, "sim:T4+V100-16GB", held)
-    seconds = enumerated(bench.Judge(tracer, devices, SAMPLES), 2)
-    judge = bench.Judge(tracer, devices, SAMPLES)
-    best = bench.exhaustive(judge)
-    assert best.rate == pytest.approx(SAMPLES / min(seconds.values()), rel=1e-9)
-    assert judge.seconds(judge.splits_of(best.split)) == min(seconds.values())
-    assert judge.bounds_broken == 0
-
-
 @pytest.mark.slow
 def test_bounds_are_below_every_step(bench, tracer):
     judge = bench.Judge(tracer, parse_devices("sim:T4+2xRTX3060"), SAMPLES)
@@ -80,20 +55,3 @@ def test_bounds_are_below_every_step(bench, tracer):
     assert all(0 < judge.path_seconds(splits) <= judge.simulated[splits] * (1 + 1e-9) for splits in judge.simulated)
     found = bench.exhaustive(bench.Judge(tracer, judge.devices, SAMPLES))
     assert found.rate == pytest.approx(SAMPLES / min(seconds.values()))
-
-
-@pytest.mark.slow
-def test_what_does_not_fit_is_no_answer(bench):
-    tracer = make_tracer(workloads.cnn(), like_gpu=True)[0]
-    judge = bench.Judge(tracer, cards(bench, tracer, "sim:T4+V100-16GB", 3), SAMPLES)
-    assert math.isinf(judge.seconds(((SAMPLES, 0),)))
-    assert judge.rate((SAMPLES, 0)) == 0
-    assert judge.caps[True][0] == 3
-    best = bench.exhaustive(judge)
-    judge.runtime.peaks(bench.StepShape(judge.splits_of(best.split)))  # raises if it does not fit
-
-
-def test_regret_is_measured_against_the_best_of_the_first_trials(bench):
-    assert bench.best_after([50.0, None, 100.0], 100.0, 1) == pytest.approx(0.5)
-    assert bench.best_after([50.0, None, 100.0], 100.0, 2) == pytest.approx(0.5)
-    assert bench.best_after([50.0, None, 100.0], 100.0, 12) == pytest.approx(0.0)

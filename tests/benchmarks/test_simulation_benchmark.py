@@ -29,18 +29,6 @@ def bench() -> ModuleType:
         del sys.modules[spec.name]
 
 
-def test_ratios_are_summed_up_by_their_distance_from_one(bench):
-    assert bench.spread([1.5, 0.9, 1.0]) == {
-        "count": 3,
-        "median_ratio": 1.0,
-        "least_ratio": 0.9,
-        "most_ratio": 1.5,
-        "median_error": 0.1,
-        "worst_error": 0.5,
-    }
-    assert bench.spread([]) == {"count": 0}
-
-
 @pytest.mark.slow
 def test_a_run_without_a_gpu_compares_memory_and_can_be_recorded_only_in_full(bench, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
@@ -56,20 +44,3 @@ def test_a_run_without_a_gpu_compares_memory_and_can_be_recorded_only_in_full(be
     assert case["ceiling"]["ratio"] == pytest.approx(1.0, abs=0.01)
     assert figures["summary"]["samples_per_s"] == {"count": 0}
     assert "mlp, none: 2: bytes x" in capsys.readouterr().out
-
-
-def test_a_case_that_fails_is_a_line_and_not_the_end(bench, tmp_path, monkeypatch):
-    def broken(_precision: str) -> object:
-        raise RuntimeError("no such kernel")
-
-    kinds = {"broken": bench.Kind(broken, (2,))}
-    monkeypatch.setattr(bench, "PRECISIONS", ("none",))
-    figures = bench.measured(kinds, None, 60.0, tmp_path / "out.json", quick=True)
-    assert figures["cases"]["broken, none"]["failed"] == "RuntimeError: no such kernel"
-    assert figures["summary"]["failed"] == ["broken, none"]
-
-
-def test_no_case_begins_after_the_time_is_up(bench, tmp_path):
-    figures = bench.measured(bench.QUICK_KINDS, None, 0.0, tmp_path / "out.json", quick=True)
-    assert figures["cases"] == {}
-    assert "mlp, bf16" in figures["left_out_for_time"]

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 
 AUTOSPLIT = [sys.executable, "-m", "autosplit"]
 HEAD = "import time, torch, autosplit\n"
-QUICK = f"{HEAD}workload = autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3))\n"
 SLOW = f"""{HEAD}
 class Net(torch.nn.Linear):
     def forward(self, x):

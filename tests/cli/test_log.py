@@ -49,32 +49,6 @@ def test_python_and_the_command_line_show_the_same(script, capsys, caplog):
     assert logging.getLogger("autosplit").handlers == []
 
 
-def test_a_trial_that_fails_says_why(caplog):
-    with caplog.at_level(logging.INFO, logger="autosplit"), pytest.raises(autosplit.AutosplitError):
-        autosplit.find_ceiling(lambda: autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3)), "cpu:1KiB")
-    assert any("limited by memory" in record.getMessage() for record in caplog.records)
-
-
-@pytest.mark.parametrize(
-    ("flag", "shown"),
-    [
-        ([], "careful of two\n"),
-        (["--verbose"], "   0.00 s  tried\ncareful of two\n"),
-        (["--quiet"], ""),
-    ],
-)
-def test_what_is_shown_of_the_log(script, capsys, monkeypatch, flag, shown):
-    def stand_in(*_, **__):
-        log = logging.getLogger("autosplit.solve.optuna_search")
-        log.info("tried")
-        log.warning("careful\nof %s", "two")
-        return made_plan()
-
-    monkeypatch.setattr(tune, "tune", stand_in)
-    assert main(["tune", script, "--json", *flag]) == 0
-    assert re.sub(r"\d\.\d\d s", "0.00 s", capsys.readouterr().err) == shown
-
-
 def test_other_ranks_say_which_they_are(script, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(tune, "tune", lambda *_, **__: logging.getLogger("autosplit").warning("mine") or made_plan())
@@ -85,11 +59,3 @@ def test_other_ranks_say_which_they_are(script, capsys, monkeypatch):
 def test_quiet_and_verbose_are_one_or_the_other(capsys):
     assert main(["devices", "--quiet", "--verbose"]) == 2
     assert "--quiet and --verbose are both given. Leave one of them out" in capsys.readouterr().err
-
-
-def test_quiet_keeps_errors_and_the_answer(tmp_path, capsys):
-    made_plan((100, 156)).save(tmp_path / "plan.json")
-    assert main(["show", str(tmp_path / "plan.json"), "--quiet"]) == 0
-    assert "split" in capsys.readouterr().out
-    assert main(["show", str(tmp_path / "none.json"), "--quiet"]) == 2
-    assert capsys.readouterr().err.startswith("error: ")

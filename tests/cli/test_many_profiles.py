@@ -57,25 +57,12 @@ def tuned(monkeypatch, tmp_path):
     return tune, opened
 
 
-def test_a_saved_plan_is_found_by_its_file_name(tuned):
-    tune, opened = tuned
-    assert tune(16).notes[0].kind == "from-profile"
-    assert len(set(opened)) == 1
-
-
 def test_a_new_plan_reads_the_newest_profile_at_most(tuned):
     """The log names the part of the key in which the newest profile differs."""
     tune, opened = tuned
     plan = tune(8)
     assert plan.effective_batch_size == 8
     assert len(set(opened) - {Path(plan.path)}) <= 1
-
-
-def test_launch_reads_the_newest_profiles(tuned, capsys):
-    _, opened = tuned
-    assert main(["launch", "--print", "train.py"]) == 0
-    assert "torch" in capsys.readouterr().out
-    assert 1 <= len(set(opened)) <= 2
 
 
 def test_the_table_of_profiles_reads_what_it_prints(tuned, capsys):

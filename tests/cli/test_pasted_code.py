@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import torch
 from ddp_jobs import make_plan as ranks_plan
 from gpus import COUNT, KIND
 from handmade import made_plan
-from ranks import found_by, run_ranks_once
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -26,13 +22,9 @@ from autosplit.devices.accelerator import visible_devices
 from autosplit.parallel.awaited_update import StepsWarning
 from autosplit.parallel.moved_batch import to_device
 from autosplit.plan.plan import Plan
-from autosplit.plan.torchrun import PLAN_VARIABLE
 from autosplit.probe.check_result import Check, is_count_expression
 from autosplit.solve.length_plan import LengthPlan, LengthPoint
 from autosplit.tuning.tune import AssumedLossWarning
-from autosplit.workload.batch import chunk
-from autosplit.workload.model_call import training_loss
-from autosplit.workload.tree import map_tensors
 from autosplit.workload.workload import Workload
 
 NUM_SAMPLES = 20
@@ -184,33 +176,6 @@ def test_every_variant_trains_as_one_process_on_accelerators(tmp_path, loss_from
     check_variant(KIND, count, loss_from, called_with, tmp_path / "plan.json")
 
 
-def trained_by_ranks(loss_from: str, called_with: str) -> torch.Tensor:
-    plan = ranks_plan(SPLIT, sum(SPLIT) if loss_from == "step" else NUM_SAMPLES)
-    plan = replace(plan, called_with=called_with, workload=workload_facts(loss_from))
-    path = Path(os.environ["AUTOSPLIT_CACHE_DIR"]) / f"{os.environ['RANK']}-{loss_from}-{called_with}.json"
-    path.parent.mkdir(exist_ok=True)
-    plan.save(path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(PLAN_VARIABLE, str(path))
-        return trained(paste_lines(plan, Origin(str(path))), loss_from, called_with)
-
-
-RANKS = {f"{loss_from}, {how}": partial(trained_by_ranks, loss_from, how) for loss_from, how in VARIANTS}
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks_once(tmp_path_factory, __name__, "RANKS", 2, limit_s=250)
-
-
-@pytest.mark.parametrize(("loss_from", "called_with"), VARIANTS)
-def test_every_variant_trains_as_one_process_on_two_ranks(ranks, loss_from, called_with):
-    first, second = found_by(ranks, f"{loss_from}, {called_with}")
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-    if loss_from != "step":
-        torch.testing.assert_close(first, expected(loss_from, called_with), rtol=1e-9, atol=1e-11)
-
-
 # One by one
 
 
@@ -239,58 +204,6 @@ def test_the_lines_to_paste_train_exactly_and_in_the_plans_precision(tmp_path, p
     assert {*seen} == {{"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]}
     for trained, exact in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(trained, exact, rtol=0, atol=off_by)
-
-
-class Tokens(nn.Module):
-    """A model of token sequences. With a mask, inputs come as keywords."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
-
-    def forward(self, ids, mask=None):
-        found = self.embedding(ids)
-        return self.head(found if mask is None else found * mask.unsqueeze(-1)).transpose(1, 2)
-
-
-def tokens(count):
-    ids = torch.arange(count * 6).view(count, 6).remainder(20)
-    labels = torch.where(torch.arange(6) <= torch.arange(count).unsqueeze(1) % 5 + 1, ids, -100)
-    return ids, labels
-
-
-@pytest.mark.parametrize("kind", ["mean over tokens", "sum", "keywords", "output"])
-def test_the_lines_to_paste_train_as_the_workload_does(kind, tmp_path):
-    """They passed a mapping as one argument, and weighted by samples where the check had found tokens."""
-    ids, labels = tokens(24)
-    reduction = "sum" if kind == "sum" else "mean"
-    loss_fn = nn.CrossEntropyLoss(reduction=reduction)
-    whole: Any = (ids, labels)
-    if kind == "keywords":
-        whole = ({"ids": ids, "mask": (labels > 5).float()}, labels.clamp(min=0))
-    torch.manual_seed(0)
-    model = Tokens()
-    given: dict[str, Any] = {"loss_fn": loss_fn, "loss_reduction": reduction}
-    if kind == "output":
-        whole, given = {"ids": ids, "labels": labels.clamp(min=0)}, {}
-        model = WithLoss(model)
-    exact = copy.deepcopy(model)
-    workload = Workload(model, chunk(whole, (6, 18))[0], optimizer=torch.optim.SGD, **given)
-    options = {"effective_batch_size": 24, "max_batch_size": 10, "n_trials": 1, "profile": "off"}
-    plan = autosplit.tune(workload, devices="cpu:8MiB,cpu:8MiB", **options)
-    rows = [chunk(whole, (n, 1, 23 - n))[1] for n in range(24)]
-    plan.save(tmp_path / "plan.json")
-    names = {
-        "model": model,
-        "loss_fn": loss_fn,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "loader": DataLoader([map_tensors(lambda part: part[0], row) for row in rows], batch_size=9),
-    }
-    exec("\n".join(paste_lines(plan, Origin(str(tmp_path / "plan.json")))), names)
-    training_loss(workload, exact, whole).backward()
-    torch.optim.SGD(exact.parameters(), lr=0.1).step()
-    for trained, wanted in zip(model.parameters(), exact.parameters(), strict=True):
-        torch.testing.assert_close(trained, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_the_lines_to_paste_of_a_step_of_ones_own_call_it(tmp_path):
@@ -340,22 +253,13 @@ def test_without_a_loss_no_loop_is_printed():
 
 COUNTS = [
     "int((batch[1] != -100).sum())",
-    "int((batch['labels'][:, 1:] != 0).sum())",
-    "int(batch[0]['mask'].sum())",
     "float(batch['weights'].sum())",
     "float(loss_fn.weight[batch[1][batch[1] != -100]].sum())",
-    "int((batch.labels != -1).sum())",
 ]
 HOSTILE_COUNTS = [
     "__import__('os').system('touch /tmp/owned') or 1",
-    "int(batch.__class__.sum())",
-    "int(open('x').sum())",
     "int(batch[0].sum())):\n    import os; os.abort()  #",
     "int(batch[0].sum()) # nothing",
-    "int(\nbatch[0].sum())",
-    "int((lambda: exit())().sum())",
-    "int(batch[exec('1')].sum())",
-    "batch[0].tofile('x')",
     "int(batch['\x1b[2J'].sum())",
     "int(batch[" + "0][" * 200 + "0].sum())",
     "",
@@ -378,15 +282,6 @@ def test_code_that_autosplit_did_not_write_is_not_shown(count):
     assert any("autosplit did not write the plan's count=" in line for line in lines) == bool(count)
 
 
-class WithLoss(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids, labels):
-        return Output(nn.functional.cross_entropy(self.model(ids), labels))
-
-
 def test_a_loop_that_would_train_wrongly_is_not_printed():
     """The comment named the cure for a sum, but the loop under it trained wrongly."""
     check = Check("loss", 0.4, 0.4, depends=True, advice="it is a sum: pass loss_reduction='sum'")
@@ -402,13 +297,6 @@ def test_advice_that_the_loop_follows_is_not_printed():
     assert not any(check.advice in line for line in paste_lines(made_plan(checks=(check,))))
 
 
-def test_the_lines_of_ranks_have_the_plans_precision():
-    plan = replace(ranks_plan((3, 5)), precision="bf16")
-    lines = paste_lines(plan)
-    assert "import torch" in lines
-    assert '            with torch.autocast("cpu", torch.bfloat16):' in lines
-
-
 LENGTHS = LengthPlan((LengthPoint(64, 1.0, 100.0, 100.0), LengthPoint(32, 3.0, 300.0, 200.0)), 300.0, 150.0, 0.1, 0.5)
 
 
@@ -420,18 +308,6 @@ def test_the_lines_to_paste_make_batches_of_like_length(plan, of):
     assert f"sampler = {of}.token_sampler(lengths, shuffle=True)" in lines
     assert "collate_fn=pad)" in lines
     assert lines.startswith("# Your script defines model, optimizer, loss_fn, dataset, lengths and pad")
-
-
-def test_a_plan_that_is_not_saved_has_to_be_saved_first():
-    lines = paste_lines(made_plan())
-    place = lines.index('plan = autosplit.Plan.load("plan.json")')
-    assert lines[place - 1] == '# First save the plan: plan.save("plan.json")'
-
-
-def test_a_saved_plan_is_named_by_its_key():
-    assert 'plan = autosplit.Plan.load("0123456789ab")' in paste_lines(made_plan(), Origin("0123456789ab"))
-    (line,) = (line for line in paste_lines(ranks_plan((3, 5)), Origin("0123456789ab")) if "launch" in line)
-    assert line.endswith("autosplit launch --plan 0123456789ab train.py")
 
 
 # Building blocks of the lines
@@ -462,20 +338,6 @@ def test_to_device_moves_tensors_at_any_depth_and_leaves_the_rest():
     assert not batch["image"].is_meta
 
 
-def test_steps_move_each_micro_batch_to_a_device():
-    plan = made_plan(SPLIT, kind="cpu", effective=NUM_SAMPLES)
-    loader = plan.loader(samples("keywords", "loss_fn"), collate_fn=collated)
-    seen = 0
-    weight = torch.zeros(4, 1, dtype=torch.float64, requires_grad=True)
-    for step in plan.steps(loader, device="meta"):
-        for inputs, targets in step:
-            assert inputs["x"].is_meta
-            assert targets.is_meta
-            step.backward(weight.sum())
-            seen += len(targets)
-    assert seen == NUM_SAMPLES
-
-
 def test_a_loop_without_steps_is_warned_of():
     """Each update had 8 samples instead of 20, silently."""
     plan = made_plan(SPLIT, kind="cpu", effective=NUM_SAMPLES)
@@ -491,18 +353,3 @@ def test_a_loop_without_steps_is_warned_of():
     with pytest.warns(StepsWarning, match="3 micro-batches per optimizer step") as caught:
         train()
     assert len(caught) == 1
-
-
-def test_loops_that_accumulate_by_themselves_are_right():
-    plan = made_plan(SPLIT, kind="cpu", effective=NUM_SAMPLES)
-    loader = plan.loader(samples("tensor", "loss_fn") * 3)
-    models = [Net(), Net()]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]  # two, as for a GAN
-    for number, (inputs, targets) in enumerate(loader, start=1):
-        for model in models:
-            F.mse_loss(model(inputs), targets).backward()
-        if number % plan.accumulation_steps == 0:
-            for optimizer in optimizers:
-                optimizer.step()
-    for inputs, _ in loader:  # no update follows
-        models[0](inputs)

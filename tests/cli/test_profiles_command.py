@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import os
 from dataclasses import replace
@@ -8,11 +7,8 @@ from pathlib import Path
 
 import pytest
 from handmade import made_plan
-from rich.console import Console
 
-from autosplit.cli.commands.profiles import print_profiles
 from autosplit.cli.main import main
-from autosplit.cli.stored_profile import Profile
 from autosplit.profiles.store import profile_paths, profiles_folder, store
 
 AB, CD = "ab" * 16, "cd" * 16
@@ -68,15 +64,6 @@ def test_a_line_for_each_the_newest_first(stored, capsys, words):
         assert said in named
 
 
-def test_where_it_is_narrow_each_has_some_lines(stored, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    text = listed(capsys)
-    assert max(map(len, text.splitlines())) <= 60
-    blocks = text.split("\n\n")
-    assert [block.splitlines()[0] for block in blocks] == ["efefefefefef", "cdcdcdcdcdcd", "abababababab"]
-    assert "  model      Net, 7.25 billion parameters" in blocks[2].splitlines()
-
-
 def test_nothing_is_remembered(capsys):
     out = listed(capsys).replace("\n", " ")
     assert out == f"The folder {profiles_folder()} has no profile. Make a profile with autosplit tune FILE. "
@@ -90,28 +77,6 @@ def test_as_json(stored, capsys):
     assert (named["complete"], simulated["simulated"]) == (False, True)
     assert unreadable["problem"].startswith("it is not a plan")
     assert unreadable["split"] == []
-
-
-def test_flags_may_stand_before_the_command(stored, capsys):
-    assert listed(capsys, "--json", "path") == listed(capsys, "path", "--json")
-
-
-def test_brackets_in_a_name_stay_brackets():
-    console = Console(file=io.StringIO(), width=200, color_system=None)
-    print_profiles([Profile(AB, "x", None, None, name="[red]a", model="m")], Path("x"), console)
-    assert "[red]a" in console.file.getvalue()
-
-
-def test_its_place(stored, capsys):
-    assert listed(capsys, "path") == f"{profiles_folder()}\n"
-    assert listed(capsys, "path", "ab") == f"{stored[AB]}\n"
-
-
-def test_show_is_of_profiles_alone(stored, capsys, monkeypatch, tmp_path):
-    assert f'Plan.load("{AB[:12]}")' in listed(capsys, "show", "abab", "--code")
-    monkeypatch.chdir(tmp_path)
-    made_plan((300,)).save("cdcd")
-    assert json.loads(listed(capsys, "show", "cdcd", "--json"))["simulated"] is True
 
 
 def test_remove_says_what(stored, capsys):
@@ -146,36 +111,18 @@ def test_what_stands_beside_goes_along(stored, capsys):
     assert len(beside(CD)) == 4
 
 
-def test_all_is_with_what_is_left_of_those_that_are_gone(stored, capsys):
-    for key in (AB, CD):
-        left_by(key)
-    stored[AB].unlink()
-    (profiles_folder() / "notes.lock").write_text("mine")
-    listed(capsys, "remove", "--all", "--yes")
-    assert {path.name for path in profiles_folder().iterdir()} == {"notes.lock"}
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "Neither a key nor --all is given. Write autosplit profiles remove KEY"),
-        (["ab", "--all"], "Keys and --all are both given"),
         (["--all"], "--all removes 3 profiles in"),
         (["../../secret"], "There is no plan '../../secret'."),
-        ([""], "There is no plan ''."),
     ],
 )
 def test_what_is_not_removed(stored, capsys, words, said):
     assert main(["profiles", "remove", *words]) == 2
     assert said in capsys.readouterr().err
     assert len(profile_paths()) == 3
-
-
-def test_all_are_removed_where_nobody_is_to_be_asked(stored, capsys):
-    removed = json.loads(listed(capsys, "remove", "--all", "--yes", "--json"))["removed"]
-    assert set(removed) == set(map(str, stored.values()))
-    assert profile_paths() == ()
-    assert listed(capsys, "remove", "--all") == f"nothing to remove in {profiles_folder()}\n"
 
 
 def test_nothing_outside_the_cache_is_removed(stored, capsys, tmp_path):

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -65,19 +64,6 @@ def test_torchrun_ends_its_processes_as_before(number: signal.Signals, monkeypat
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with stop_like_ctrl_c():
         assert signal.getsignal(number) == signal.SIG_DFL
-
-
-def test_another_thread_changes_no_handler(number: signal.Signals) -> None:
-    found: list[Any] = []
-
-    def look() -> None:
-        with stop_like_ctrl_c():
-            found.append(signal.getsignal(number))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    assert found == [signal.SIG_DFL]
 
 
 WORK = """

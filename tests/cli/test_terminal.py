@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from autosplit.cli import terminal as terminals
-from autosplit.cli.terminal import console_for, progress_bar, show_stopping, stdout_kept_clean
+from autosplit.cli.terminal import progress_bar, show_stopping, stdout_kept_clean
 from autosplit.tuning.tune import Progress
 
 
@@ -43,19 +43,6 @@ def test_the_bar_says_what_is_done_and_what_was_found(terminal):
     assert text.rstrip().endswith("\x1b[2K")  # the line disappears at the end
 
 
-def test_a_long_message_gives_way_to_the_figures(terminal):
-    text = drawn_bar(terminal, Progress("search", "a long message [x] " * 9, 0.5, steps=31))
-    assert "31 steps" in text
-    assert "[x]" in text
-
-
-def test_no_color_is_respected(terminal, monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    text = drawn_bar(terminal, Progress("times", "timing", 0.2))
-    assert "timing" in text
-    assert not re.search(r"\x1b\[[0-9;]*3[0-9;]*m", text)
-
-
 def test_without_a_terminal_each_stage_of_a_long_run_is_a_line(capsys, monkeypatch):
     """Logs showed nothing for minutes."""
     with progress_bar() as tell:
@@ -66,61 +53,6 @@ def test_without_a_terminal_each_stage_of_a_long_run_is_a_line(capsys, monkeypat
         tell(Progress("search", "searching, trial 2", 0.7))
         tell(Progress("done", "done", 1.0))
     assert capsys.readouterr() == ("", " 62%  searching, trial 1\n")
-
-
-@pytest.mark.parametrize(("columns", "width"), [(None, 100), ("80", 80), ("x", 100), ("0", 100)])
-def test_plain_text_has_a_width_and_no_escape_codes(monkeypatch, columns, width):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    if columns is not None:
-        monkeypatch.setenv("COLUMNS", columns)
-    console = console_for(io.StringIO())
-    console.print("[bold red]word[/]")
-    assert console.width == width
-    assert console.file.getvalue() == "word\n"
-
-
-@pytest.mark.parametrize(
-    ("variables", "coloured"),
-    [
-        ({"FORCE_COLOR": "1"}, True),
-        ({"FORCE_COLOR": "0"}, False),
-        ({"FORCE_COLOR": ""}, False),
-        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
-        ({"FORCE_COLOR": "1", "TERM": "dumb"}, False),
-    ],
-)
-def test_colour_in_a_pipe_is_only_what_was_asked_for(monkeypatch, variables, coloured):
-    for name in ("FORCE_COLOR", "NO_COLOR", "TERM"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    console = console_for(io.StringIO())
-    console.print("[yellow]word[/]")
-    assert console.width == 100
-    assert (console.file.getvalue() == "\x1b[33mword\x1b[0m\n") is coloured
-    assert ("\x1b" in console.file.getvalue()) is coloured
-
-
-def test_a_dumb_terminal_gets_no_codes_and_keeps_its_width(terminal, monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setenv("COLUMNS", "60")
-    console = console_for(terminal)
-    console.print("[yellow]word[/]")
-    assert console.width == 60
-    assert terminal.getvalue() == "word\n"
-    assert "\x1b" not in drawn_bar(terminal, Progress("search", "trial 3 of 24", 0.5))
-
-
-def test_a_narrow_bar_says_what_is_done(terminal, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    text = drawn_bar(terminal, Progress("search", "trial 3 of 24", 0.5, steps=31, ooms=1, best_samples_per_s=1234.56))
-    assert "trial 3 of 24" in text
-    assert "50%" in text
-    assert "31 steps, 1 OOM, 1,235/s" in text
-
-
-def test_a_terminal_has_its_own_width(terminal):
-    assert console_for(terminal).width == 80
 
 
 @pytest.mark.parametrize("columns", ["60", "80", "200"])
@@ -144,10 +76,3 @@ def test_what_is_written_meanwhile_goes_to_stderr(capfd):
     out, err = capfd.readouterr()
     assert out == "the answer\n"
     assert sorted(err.splitlines()) == ["by C", "by a child", "by print"]
-
-
-def test_stdout_comes_back_after_an_exception(capfd):
-    with pytest.raises(ValueError, match="x"), stdout_kept_clean():
-        raise ValueError("x")
-    os.write(1, b"still here\n")
-    assert capfd.readouterr().out == "still here\n"

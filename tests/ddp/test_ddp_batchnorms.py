@@ -194,14 +194,11 @@ def refusals() -> list[str]:
 
 
 SYNCHRONISED = {
-    "a share of 0": ((0, 8), 16, 48),
     "a share of 0 behind": ((8, 0), 8, 24),
     "a last batch of one share": ((5, 3), 8, 27),
-    "a last batch of 1": ((4, 4), 24, 49),
     "unlike shares": ((2, 6), 16, 45),
 }
 PLAIN = {
-    "a last batch of 2": ((4, 4), 8, 26),
     "a share of 1": ((6, 2), 8, 29),
     "no share": ((8, 0), 16, 44),
     "two forwards": ((5, 3), 16, 59),

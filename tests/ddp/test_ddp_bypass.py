@@ -51,7 +51,7 @@ def wrapped_by_plan() -> str:
     return "nothing"
 
 
-LOADERS = {"too large": [10, 10, 10], "too small": [3, 3, 3], "fits": [4, 4, 4], "a smaller last one": [4, 4, 1]}
+LOADERS = {"too large": [10, 10, 10], "too small": [3, 3, 3], "fits": [4, 4, 4]}
 
 SCENARIOS: dict[str, Callable[[], Any]] = {
     "cut": bypassed_with_cuts,

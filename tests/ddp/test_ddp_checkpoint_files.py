@@ -109,14 +109,8 @@ class TestPartsThatRefuse:
 
 CLASSES = {
     "SGD for AdamW": (torch.optim.SGD, {}, torch.optim.AdamW, {}, "lacks betas"),
-    "AdamW for SGD": (torch.optim.AdamW, {}, torch.optim.SGD, {"momentum": 0.9}, "lacks momentum"),
-    "Adam for Adamax": (torch.optim.Adam, {}, torch.optim.Adamax, {}, "has amsgrad"),
-    "Adamax for Adam": (torch.optim.Adamax, {}, torch.optim.Adam, {}, "lacks amsgrad"),
-    "Adam for RAdam": (torch.optim.Adam, {}, torch.optim.RAdam, {}, "has amsgrad"),
     "Adamax for RAdam": (torch.optim.Adamax, {}, torch.optim.RAdam, {}, "lacks exp_avg_sq"),
-    "RAdam for Adamax": (torch.optim.RAdam, {}, torch.optim.Adamax, {}, "lacks exp_inf"),
     "RMSprop for Adagrad": (torch.optim.RMSprop, {}, torch.optim.Adagrad, {}, "lacks lr_decay"),
-    "Rprop for SGD": (torch.optim.Rprop, {}, torch.optim.SGD, {}, "lacks momentum"),
 }
 
 
@@ -153,22 +147,6 @@ class TestOtherOptimizers:
 
 
 class TestDamage:
-    def test_every_record_is_compared_with_its_checksum(self, ctx, tmp_path):
-        """24 of 30 flipped bits loaded without an error, and one weight became 1.7e37."""
-        model = make_model()
-        path = tmp_path / "last.pt"
-        ctx.save_checkpoint(path, model=model)
-        content = path.read_bytes()
-        for place in (content.index(tensor.numpy().tobytes()) for tensor in model.state_dict().values()):
-            path.write_bytes(content)
-            flip(path, place + 3)
-            with pytest.raises(CheckpointError, match=r"Its record 'data/[0-9]+' does not match its ch"):
-                ctx.load_checkpoint(path, model=make_model())
-        path.write_bytes(content)
-        flip(path, content.index(b"model"))
-        with pytest.raises(CheckpointError, match=r"Its record 'data.pkl' does not match its checksum"):
-            ctx.load_checkpoint(path, model=make_model())
-
     def test_no_flipped_bit_changes_a_weight(self, ctx, tmp_path):
         """A flip in a bit that is never read may pass. Any other flip makes the file unreadable."""
         path = tmp_path / "last.pt"
@@ -258,7 +236,6 @@ def test_a_folder_of_version_0_2_loads(ctx, tmp_path):
 
 KINDS_OF_TENSORS: dict[str, Callable[[float], torch.Tensor]] = {
     **{str(kind): lambda x, kind=kind: torch.full((2,), x, dtype=kind) for kind in (torch.bfloat16, torch.complex64)},
-    "scalar": torch.tensor,
     "sparse": lambda x: torch.full((2, 2), x).to_sparse(),
     "conjugated": lambda x: torch.full((2,), complex(x, 1)).conj(),
     "nested": lambda x: torch.nested.nested_tensor([torch.full((1,), x), torch.ones(2)]),

@@ -72,11 +72,8 @@ LOSSES = {"clip": clip_loss, "supervised": supervised_loss, "common": common_los
 
 JOBS = {
     "5 and 3": ((5, 3), 8),
-    "two micro-steps": ((5, 3), 16),
-    "a short last micro-step": ((2, 6), 20),
     "empty shares in the short last step": ((1, 7), 42),
     "a rank without any share": ((0, 8), 20),
-    "the last rank without any share": ((8, 0), 20),
 }
 
 

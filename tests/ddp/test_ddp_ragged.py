@@ -18,8 +18,6 @@ from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 NUM_SAMPLES = 45
 
 JOBS = {
-    "5 and 3": ((5, 3), 8),
-    "two micro-steps": ((5, 3), 16),
     "a short last micro-step": ((2, 6), 20),
     "empty shares in the short last step": ((1, 7), 42),
     "a rank without any share": ((0, 8), 16),

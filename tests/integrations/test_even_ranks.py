@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from autosplit.integrations.even_ranks import EvenProblem, EvenRanks
 from autosplit.solve.memory import Ceiling, Region
 from autosplit.solve.problem import Problem
-from autosplit.solve.solver import MOST_STEPS, WITHIN_REACH
+from autosplit.solve.solver import MOST_STEPS
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
 
 
@@ -47,50 +47,18 @@ def identical(count: int, ceiling: int, effective: int, *, fit: Fit | None = Non
 @pytest.mark.parametrize(
     ("problem", "batch_size", "steps"),
     [
-        (identical(2, 100, 200), 100, 1),
         (identical(2, 100, 400), 100, 2),
-        (identical(3, 100, 600), 100, 2),
         # 7 forwards of 90 keep 1260 exactly, 6 of 100 do not.
         (identical(2, 100, 1260), 90, 7),
-        (identical(1, 64, 1000), 50, 20),
         # Without a requested effective batch: one forward of as much as fits.
         (identical(2, 100, 1000, accumulates=False), 100, 1),
-        (identical(2, 100, 90, accumulates=False), 45, 1),
         (identical(2, 100, 400, max_batch_size=160), 50, 4),
-        (identical(4, 7, 1), 1, 1),
         (identical(2, 9, 2, least_batch=2), 2, 1),
     ],
 )
 def test_known_answers(problem, batch_size, steps):
     even = problem.best()
     assert (even.batch_size, even.accumulation_steps) == (batch_size, steps)
-
-
-def test_three_ranks_take_the_step_nearest_to_one_that_they_do_not_divide():
-    even = identical(3, 50, 100).best()
-    assert even.effective_batch_size == 99
-    assert identical(3, 50, 100).exact() is None
-
-
-def test_an_exact_step_in_forwards_of_one_sample_is_out_of_reach():
-    """1018 is twice a prime. Its only even steps are one forward that is too large, and 509 forwards of 1 sample."""
-    problem = identical(2, 500, 1018)
-    even, exact = problem.best(), problem.exact()
-    assert even.effective_batch_size in (1016, 1020)
-    assert even.accumulation_steps == 2
-    assert (exact.batch_size, exact.accumulation_steps) == (1, 509)
-    assert exact.samples_per_s < WITHIN_REACH * even.samples_per_s
-
-
-def test_an_acceptable_step_is_preferred_to_the_nearest():
-    assert identical(4, 100, 203, sizes=(203, 300)).best().effective_batch_size == 204
-    assert identical(4, 100, 203, sizes=(150, 203)).best().effective_batch_size == 200
-
-
-def test_a_ceiling_of_none_has_no_answer():
-    assert identical(2, 0, 10).best() is None
-    assert identical(2, 1, 10, least_batch=2).best() is None
-    assert identical(2, 9, 10, max_batch_size=1).best() is None
 
 
 class TestWithoutSlow:
@@ -100,24 +68,6 @@ class TestWithoutSlow:
         assert kept == (0, 2)
         assert (even.num_ranks, even.batch_size) == (2, 60)
         assert even.samples_per_s == pytest.approx(2000)
-
-    def test_one_that_remains_has_nothing_to_reduce(self):
-        fit = fit_of(line(1e-3), line(1e-3), all_reduce_s=10.0)
-        kept, even = even_problem((100, 100), 100, (100, 100), fit).without_slow()
-        assert kept == (0,)
-        assert even.samples_per_s == pytest.approx(1000)
-
-    @pytest.mark.parametrize(
-        "problem",
-        [
-            identical(3, 100, 300),
-            identical(1, 100, 300),
-            identical(2, 100, 300, fit=fit_of(line(1e-3), line(1.0), adds_up=True)),
-            identical(2, 0, 300),
-        ],
-    )
-    def test_nothing_is_gained(self, problem):
-        assert problem.without_slow() is None
 
 
 problems = st.builds(

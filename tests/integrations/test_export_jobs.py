@@ -158,13 +158,6 @@ def _without_none(value: Any) -> Any:
     return [_without_none(one) for one in value] if isinstance(value, list) else value
 
 
-def test_a_trainjob_has_the_plans_nodes():
-    spec = plan_of((4, A100), (4, A100)).export("trainjob").settings["manifests"][1]["spec"]
-    trainer = spec["trainer"]
-    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
-    assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": "4"}}
-
-
 def test_a_runtime_numbers_its_machines_in_the_plans_order():
     runtime = plan_of((4, A100), (2, L40S), (2, L40S)).export("trainjob").settings["manifests"][1]
     jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"]

@@ -160,9 +160,6 @@ def boxes(batch: dict[str, Any]) -> int:
     return sum(len(one["boxes"]) for one in batch["labels"])
 
 
-COUNTS = {"class weights": class_weights, "sample weights": sample_weights, "boxes": boxes, "vision": next_tokens}
-
-
 def in_one_process(name: str) -> torch.Tensor:
     make, collate = MODELS[name]
     model = make()
@@ -174,11 +171,6 @@ def in_one_process(name: str) -> torch.Tensor:
     return shared.weights_of(model)
 
 
-def outside(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """The loop computes the loss, so the model cannot run again."""
-    return F.cross_entropy(model(batch["x"])["logits"], batch["labels"], weight=CLASS_WEIGHTS)
-
-
 def trained(tool: Callable[..., Any], name: str, *, loss: Any = own_loss, **options: Any) -> torch.Tensor:
     make, collate = MODELS[name]
     job = Job(make, SAMPLES, LR, collate=collate, shuffle=False, loss=loss)
@@ -187,19 +179,14 @@ def trained(tool: Callable[..., Any], name: str, *, loss: Any = own_loss, **opti
 
 EXACT_RUNS: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
     "trainer, class weights": (by_transformers, "class weights", {}),
-    "trainer, sample weights": (by_transformers, "sample weights", {"count": sample_weights}),
     "trainer, lists of labels": (by_transformers, "images", {}),
     "trainer, boxes of all ranks": (by_transformers, "boxes", {"loss_scope": "ranks", "count": boxes}),
     "trainer, vision": (by_transformers, "vision", {}),
     "accelerate, class weights": (by_accelerate, "class weights", {"count": class_weights}),
-    "accelerate, class weights outside": (by_accelerate, "class weights", {"count": class_weights, "loss": outside}),
     "accelerate, sample weights": (by_accelerate, "sample weights", {"count": sample_weights}),
-    "accelerate, lists of labels": (by_accelerate, "images", {}),
     "accelerate, boxes of all ranks": (by_accelerate, "boxes", {"loss_scope": "ranks", "count": boxes}),
     "accelerate, vision": (by_accelerate, "vision", {"count": next_tokens}),
-    "lightning, class weights": (by_lightning, "class weights", {}),
     "lightning, sample weights": (by_lightning, "sample weights", {"count": sample_weights}),
-    "lightning, lists of labels": (by_lightning, "images", {}),
     "lightning, boxes of all ranks": (by_lightning, "boxes", {"loss_scope": "ranks", "count": boxes}),
     "lightning, vision": (by_lightning, "vision", {}),
 }

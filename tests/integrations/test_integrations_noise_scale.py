@@ -115,14 +115,6 @@ def test_a_sum_is_refused(tool):
         estimated(tool, plan)
 
 
-@pytest.mark.parametrize("in_one", [False, True])
-def test_one_process_without_a_group(in_one):
-    plan = shared.shares_plan((11, 5), 32, in_one=True) if in_one else shared.shares_plan((16,), 32)
-    value, number = estimated(by_accelerate, plan)
-    assert estimated(by_transformers, plan) == (pytest.approx(value, rel=1e-4), number)
-    assert number == STEPS // 2
-
-
 def test_a_model_that_divides_by_the_steps_tokens_itself():
     """GPT-2 in the Trainer: its loss already includes the weight of the micro-batch."""
     plan = shared.shares_plan((8,), 40)

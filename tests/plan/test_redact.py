@@ -53,19 +53,15 @@ def test_a_plan_keeps_its_numbers_alone():
 @pytest.mark.parametrize(
     ("text", "shared"),
     [
-        ("cuda:1 ran out of memory: tried 2 GiB", "cuda:1 ran out of memory: tried 2 GiB"),
         (
             "4 GiB/s, 1/2 of 4,096 / B, 0.5/1.5 samples/s, +/- 3%",
             "4 GiB/s, 1/2 of 4,096 / B, 0.5/1.5 samples/s, +/- 3%",
         ),
-        ("CPU/GPU and N/A, and it is GPU-bound", "CPU/GPU and N/A, and it is GPU-bound"),
         ("The profile /home/ann lee/x.json has 3 trials", f"The profile {REMOVED} has 3 trials"),
         ("/data/x: 12/15 samples fit. 4 GiB/s", f"{REMOVED}: 12/15 samples fit. 4 GiB/s"),
         (r"C:\Users\Ann Lee\net.py: 200 samples/s", f"{REMOVED}: 200 samples/s"),
-        ("open('/data/x y/z') took 3 s", f"open('{REMOVED}') took 3 s"),
         ("nets/net.py:12 reads 3 values", f"{REMOVED}:12 reads 3 values"),
         ("Process 123 on node17 waited 40 s", f"{REMOVED} waited 40 s"),
-        ("see https://host/x, 3 times", f"see {REMOVED} 3 times"),
     ],
 )
 def test_a_sentence_loses_its_paths_and_keeps_its_figures(text, shared):

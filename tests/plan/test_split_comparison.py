@@ -15,13 +15,6 @@ from autosplit.plan.plan import Plan
 
 
 class TestByHand:
-    def test_the_plan_beside_itself_is_as_fast(self):
-        plan = solved_plan()
-        found = plan.compare_with(plan.split, 2)
-        assert found.gain == pytest.approx(1.0)
-        assert found.fits
-        assert "(predicted)" in str(found)
-
     def test_it_is_the_fits_arithmetic(self):
         found = solved_plan().compare_with((64, 0))
         assert found.samples_per_s == pytest.approx(64 / (0.006 + 0.0005))

@@ -71,10 +71,6 @@ def test_the_log_has_the_differences_of_the_newest_profile(logged):
     assert logged(older, newest) == [f"no profile matches. The newest, 1bcdef012345, {differs}"]
 
 
-def test_without_a_profile_nothing_is_logged(logged):
-    assert logged() == []
-
-
 def test_the_log_of_a_hostile_file_is_one_short_line(logged):
     assert logged(replace(PLAN, machine={**MACHINE, "\x1b[31m\n": 1})) == []
     (said,) = logged(replace(PLAN, machine={**MACHINE, "x" * 10**6: 1}))

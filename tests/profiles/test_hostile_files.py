@@ -278,39 +278,10 @@ def test_nothing_comes_of_a_hostile_profile(case, shows, ground):
     each(case, ground, shows=shows)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@examples(4_000)
-@given(case=CASES, shows=sometimes)
-def test_nothing_comes_of_many(case, shows, ground):
-    each(case, ground, shows=shows)
-
-
 @examples(10)
 @given(case=grown())
 def test_nothing_comes_of_sizes_that_nobody_has(case, ground):
     each(case, ground)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@examples(60)
-@given(case=grown())
-def test_nothing_comes_of_many_such_sizes(case, ground):
-    each(case, ground)
-
-
-def test_cut_off_at_every_byte():
-    content = TEXT.encode()
-    for length in range(len(content)):
-        with pytest.raises(PlanError, match=r"is not a plan|sound"):
-            Plan.from_json(content[:length])
-
-
-def test_the_base_of_all_this_is_found():
-    profiles.store(KEY, PLAN)
-    assert profiles.find(KEY, WANTED).plan == PLAN
-    assert is_whole(PLAN)
 
 
 # End to end

@@ -9,11 +9,9 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from noted import noted
 from plans import MIB, make_plan, simulated_plan
 from raised import raises
 from saved_profiles import saved_profiles
@@ -23,7 +21,6 @@ from autosplit import Workload
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import ProfileError
-from autosplit.plan.plan import Plan
 from autosplit.profiles import store as profiles
 from autosplit.profiles.key import ProfileKey, machine_of, workload_of
 from autosplit.profiles.store import find, store
@@ -120,18 +117,12 @@ class TestMachine:
         busy, idle = (Device("cuda", 0, "NVIDIA A100", free * GIB) for free in (3, 39))
         assert machine_of([busy]) == machine_of([idle])
 
-    def test_the_capacity_of_the_plain_cpu_is_not_in_it(self):
-        assert machine_of([Device("cpu", 0, "cpu", GIB)]) == machine_of([Device("cpu", 0, "cpu", 2 * GIB)])
-
     @pytest.mark.parametrize(
         ("one", "other"),
         [
             ("cpu", "cpu:1GiB"),
-            ("cpu:1GiB", "cpu:1GiB,cpu:1GiB"),
             ("cpu:1GiB,cpu:2GiB", "cpu:2GiB,cpu:1GiB"),
             ("sim:1xA100-40GB", "sim:2xA100-40GB"),
-            ("sim:1xA100-40GB", "sim:1xA100-80GB"),
-            ("sim:1xRTX3090", "sim:1xRTX3090@10GiB"),
             ("sim:1xRTX3090+1xA100-40GB", "sim:1xA100-40GB+1xRTX3090"),
         ],
     )
@@ -139,16 +130,6 @@ class TestMachine:
         first, second = (machine_of(parse_devices(spec)) for spec in (one, other))
         assert first != second
         assert ProfileKey(first, {}, {}).digest != ProfileKey(second, {}, {}).digest
-
-    def test_names_the_versions(self):
-        machine = machine_of(parse_devices("cpu"))
-        assert machine["torch"] == str(torch.__version__)
-        assert {"cuda", "autosplit"} <= set(machine)
-
-    def test_goes_through_json_unchanged(self):
-        machine = machine_of(parse_devices("sim:2xA100-40GB+1xRTX3090"))
-        assert json.loads(json.dumps(machine)) == machine
-        assert [run["count"] for run in machine["devices"]] == [2, 1]
 
 
 def first_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -173,15 +154,8 @@ class TestWorkload:
         [
             workload,
             lambda: workload(build),
-            lambda: workload(loss_fn=first_loss, batch=PAIR, optimizer=torch.optim.SGD),
-            lambda: workload(loss_fn=nn.CrossEntropyLoss(label_smoothing=0.1), batch=PAIR),
             lambda: workload(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=WIDTH)),
-            lambda: workload(optimizer=functools.partial(torch.optim.AdamW, fused=True)),
             lambda: workload(optimizer=torch.optim.Adam(TRAINED.parameters(), amsgrad=True)),
-            lambda: workload(
-                compute_loss=lambda model, batch: model(batch).sum(), make_batch=lambda n: torch.zeros(n, 8)
-            ),
-            lambda: workload(batch={"inputs": torch.zeros(4, 8), "extra": None}),
             lambda: workload(batch=Batch(torch.zeros(4, 8))),
             lambda: workload([Net(), Net()], step=lambda models, optimizers, batch: None),
         ],
@@ -195,22 +169,15 @@ class TestWorkload:
         "other",
         [
             lambda: workload(Net(depth=2)),
-            lambda: workload(Net(width=4), torch.zeros(4, 4)),
             lambda: workload(Net(trained=False)),
-            lambda: workload(Net().half()),
             lambda: workload(CHECKPOINTED),
-            lambda: workload(nn.Sequential(Net())),
             lambda: workload(build),
             lambda: workload(batch=torch.zeros(5, 8)),
-            lambda: workload(batch=torch.zeros(4, 8, dtype=torch.float64)),
-            lambda: workload(batch=(torch.zeros(4, 8),)),
             lambda: workload(batch={"inputs": torch.zeros(4, 8)}),
             lambda: workload(precision="bf16"),
-            lambda: workload(loss_reduction="sum"),
             lambda: workload(loss_scope="batch"),
             lambda: workload(batch_dim=1),
             lambda: workload(optimizer=torch.optim.SGD),
-            lambda: workload(compute_loss=lambda model, batch: model(batch).sum()),
             lambda: workload(make_batch=lambda n: torch.zeros(n, 8)),
         ],
     )
@@ -238,12 +205,9 @@ class TestWorkload:
         ("one", "other"),
         [
             ((1, 2), (1, 3)),
-            ([8, 8], [8, 16]),
             ({"rates": [1, 2]}, {"rates": [1, 4]}),
-            ({"a", "b"}, {"a", "c"}),
             (nn.functional.relu, nn.functional.gelu),
             (torch.float16, torch.float32),
-            (SimpleNamespace(sizes=[1]), SimpleNamespace(sizes=[2])),
             (first_loss, second_loss),
             ([nn.Linear(8, 8)], [nn.Linear(8, 80)]),
         ],
@@ -291,9 +255,6 @@ class TestWorkload:
         first, second = (workload(compute_loss=HeldLoss(torch.device("cuda", index))) for index in (0, 1))
         assert workload_of(first) == workload_of(second)
 
-    def test_frozen_parameters_differ(self):
-        assert workload_of(workload(Net(depth=2))) != workload_of(workload(FROZEN_FIRST))
-
     def test_numbers_in_tensors_and_learning_rates_do_not_matter(self):
         torch.manual_seed(5)
         rates = [torch.optim.SGD(TRAINED.parameters(), lr=rate) for rate in (0.1, 0.2)]
@@ -338,10 +299,6 @@ class TestWorkload:
         described = workload_of(workload(factory))
         assert described["parameters"] is None
         assert "factory" in described["model"]
-
-    def test_says_what_a_reader_wants_to_know(self):
-        described = workload_of(workload())
-        assert (described["model"], described["parameters"], described["sample_batch_size"]) == ("Net", 72, 4)
 
     def test_models_of_any_kind_are_described(self):
         class Odd(nn.Module):
@@ -392,27 +349,12 @@ class TestKey:
         assert len(keys) == 5
         assert all(len(key) == 32 and set(key) <= set("0123456789abcdef") for key in keys)
 
-    def test_the_order_of_facts_does_not(self):
-        one, other = (ProfileKey(MACHINE, WORKLOAD, facts).digest for facts in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
-        assert one == other
-
 
 class TestStoreAndFind:
     def test_finds_what_was_stored(self, cache_dir):
         path = store(KEY, PLAN)
         assert path == cache_dir / "profiles" / f"{KEY}.json"
         assert search_for() == profiles.Found(PLAN, path, ())
-
-    def test_nothing_is_there_at_first(self):
-        found = search_for()
-        assert (found.plan, found.notes) == (None, ())
-        assert saved_profiles() == ()
-
-    def test_the_newer_plan_replaces_the_older(self):
-        store(KEY, PLAN)
-        newer = replace(PLAN, notes=noted("newer"))
-        store(KEY, newer)
-        assert search_for().plan == newer
 
     def test_the_users_cache_directory_is_the_default(self, monkeypatch):
         monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", "")
@@ -423,11 +365,6 @@ class TestStoreAndFind:
         with raises(ProfileError):
             store(KEY, PLAN)
         assert search_for().plan is None
-
-    def test_a_folder_at_its_place_is_named(self, cache_dir):
-        (cache_dir / "profiles" / f"{KEY}.json").mkdir(parents=True)
-        with raises(ProfileError):
-            store(KEY, PLAN)
 
     def test_processes_that_store_at_once_leave_one_whole_file(self, cache_dir):
         code = (
@@ -454,13 +391,9 @@ class TestHostileFiles:
     @pytest.mark.parametrize(
         ("content", "reason"),
         [
-            (b"", "is not a plan"),
             (PLAN.to_json()[:400], "is not a plan"),
-            (PLAN.to_json().replace("12.5", "NaN"), "is not a plan"),
             (PLAN.to_json().replace("12.5", "1e999"), "is not a plan"),
-            (PLAN.to_json().replace('"gpu0_bsz": 2', '"gpu0_bsz": "2"'), "is not a plan"),
             (PLAN.to_json().replace('"peak_bytes": 41943040', '"peak_bytes": -1'), "peak_bytes is -1"),
-            (b"\xff\xfe\x00", "is not a plan"),
             (b"[" * 1_000_000, "is not a plan"),
             (b" " * (16 * MIB + 1), "larger than 16"),
         ],
@@ -476,20 +409,6 @@ class TestHostileFiles:
         assert search_for() == profiles.Found(None, path, ())
         store(KEY, PLAN)
         assert search_for().plan == PLAN
-
-    def test_the_last_one_is_kept(self):
-        for content in ("first", "second"):
-            ignored(put(content))
-        assert [path.read_text() for path in profiles.profiles_folder().glob("*.bad")] == ["second"]
-
-    def test_what_can_not_be_moved_is_said(self, monkeypatch):
-        def denied(*_: object) -> None:
-            raise PermissionError(13, "Permission denied")
-
-        path = put("{")
-        monkeypatch.setattr(profiles, "moved_aside", denied)
-        assert ignored(path).endswith("It can't be renamed (Permission denied), so delete it.")
-        assert path.read_text() == "{"
 
     def test_a_folder_is_ignored(self, cache_dir):
         path = cache_dir / "profiles" / f"{KEY}.json"
@@ -515,11 +434,6 @@ class TestForeignPlans:
     def test_of_another_workload(self):
         assert "another workload (model, parameters" in ignored(store(KEY, PLAN), described={"model": "Other"})
 
-    def test_whose_devices_are_not_its_machines(self):
-        machine = {**MACHINE, "devices": [{"kind": "cpu", "name": "cpu", "count": 3}]}
-        path = store(KEY, replace(PLAN, machine=machine))
-        assert "its devices differ from its machine's" in ignored(path, machine=machine)
-
     @pytest.mark.parametrize("plan", [PLAN, replace(simulated_plan(), machine=MACHINE, workload=WORKLOAD)])
     def test_from_simulated_cards_for_real_ones_and_the_other_way_round(self, plan):
         real, simulated = MACHINE, {"devices": [{"kind": "sim", "name": "RTX3090", "count": 2}], "torch": "2.13"}
@@ -529,9 +443,6 @@ class TestForeignPlans:
 
 class TestWhatHasChanged:
     DEVICES = (Device("cpu", 0, "cpu", 64 * MIB, True), Device("cpu", 1, "cpu", 64 * MIB, True))
-
-    def test_memory_that_suffices(self):
-        assert memory_shortfall(PLAN, self.DEVICES, (40 * MIB, 40 * MIB)) is None
 
     def test_memory_that_is_short_names_the_device(self):
         said = memory_shortfall(PLAN, self.DEVICES, (40 * MIB, 30 * MIB))
@@ -569,9 +480,3 @@ class TestWhatHasChanged:
         plan, gpus = replace(PLAN, devices=planned), tuple(Device("cuda", i, "A100", GIB) for i in (0, 1))
         said = ("tuned with more free memory (cuda:1)",) if tight else ()
         assert differing_facts(plan, gpus, (64 * MIB, free_mib * MIB)) == said
-
-
-def test_a_plan_keeps_its_machine_and_workload(tmp_path):
-    plan = make_plan(machine=machine_of(parse_devices("sim:2xRTX3090@10GiB")), workload=workload_of(workload()))
-    plan.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == plan

@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from folders import ROOT
 from handmade import made_plan
 
 from autosplit.cli.main import main
 from autosplit.errors import InputError
 from autosplit.oom import DoesNotFitError
-from autosplit.sim.compare_models import IMAGES, TOKENS, error_band
+from autosplit.sim.compare_models import IMAGES, TOKENS
 from autosplit.sim.compare_models_command import lines_in
 from autosplit.tuning import tune
 
@@ -72,12 +71,8 @@ def test_html_escapes_names_and_is_replaced_only_by_another_table(models, capsys
     ("arguments", "said"),
     [
         (["compare", "--devices", "sim:L4"], "needs either a workload or --models FILE"),
-        (["compare", "fine.py", "--models", "models.txt", "--devices", "sim:L4"], "needs either a workload"),
         (["compare", "--models", "none.txt", "--devices", "sim:L4"], "--models none.txt can't be read"),
-        (["compare", "--models", "empty.txt", "--devices", "sim:L4"], "contains no model"),
-        (["compare", "--models", "models.txt"], "no devices to compare"),
         (["compare", "--models", "models.txt", "--devices", "sim:L4", "--format", "pdf"], "--format is 'pdf'"),
-        (["compare", "--models", "models.txt", "--devices", "sim:L4", "-o", "no/t.md"], "Create no."),
     ],
 )
 def test_bad_arguments(models, capsys, arguments, said):
@@ -117,12 +112,6 @@ def test_lines_have_options_and_comments(tmp_path):
     assert "Close the quote" in three.failure
     with pytest.raises(InputError, match="can't be read"):
         lines_in(str(tmp_path))
-
-
-def test_the_error_is_that_of_the_kind_of_model():
-    assert error_band((torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.long))) is IMAGES
-    assert error_band({"input_ids": torch.zeros(2, 8, dtype=torch.long)}) is TOKENS
-    assert error_band(torch.zeros(2, 8)) is None
 
 
 def test_the_errors_are_those_that_were_measured():

@@ -20,7 +20,6 @@ from autosplit.errors import InputError, WorkloadError
 from autosplit.profiles.key import workload_of
 from autosplit.runtime.fake_copy import built_without_memory, fake_mode
 from autosplit.sim.from_name import workload_from_name
-from autosplit.tuning import tune
 from autosplit.workload.model_call import assumptions, training_loss
 from autosplit.workload.workload import Workload
 
@@ -54,13 +53,6 @@ CONFIGS = {
         "patch_size": 8,
         "id2label": {"0": "cat", "1": "dog", "2": "hare"},
     },
-    "resnet": {
-        "model_type": "resnet",
-        "architectures": ["ResNetForImageClassification"],
-        "embedding_size": 8,
-        "hidden_sizes": [8, 16],
-        "depths": [1, 1],
-    },
     "t5": {
         **TEXT,
         "model_type": "t5",
@@ -71,20 +63,6 @@ CONFIGS = {
         "d_ff": 32,
         "num_layers": 2,
         "num_heads": 2,
-    },
-    "bart": {
-        **TEXT,
-        "model_type": "bart",
-        "architectures": ["BartForConditionalGeneration"],
-        "decoder_start_token_id": 1,
-        "d_model": 16,
-        "max_position_embeddings": 40,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
     },
 }
 
@@ -127,15 +105,11 @@ def loss_of(workload: Workload) -> float:
     [
         ("gpt2", {}, (4, 40), (4, 40), 60),
         ("bert", {"seq_len": 12}, (4, 12), (4, 12), 60),
-        ("bert", {"task": "classification"}, (4, 40), (4,), 2),
         ("roberta", {}, (4, 37), (4,), 2),  # positions begin after the padding's
         ("llama", {"seq_len": 16}, (4, 16), (4, 16), 60),
         ("t5", {"seq_len": 8}, (4, 8), (4, 8), None),
-        ("bart", {"seq_len": 8}, (4, 8), (4, 8), 60),
         ("vit", {}, (4, 3, 32, 32), (4,), 3),
-        for_release("gpt2", {"task": "classification"}, (4, 40), (4,), 2),
         for_release("gpt2", {"task": "token-classification"}, (4, 40), (4, 40), 2),
-        for_release("resnet", {"image_size": 48}, (4, 3, 48, 48), (4,), 2),
     ],
 )
 def test_a_configuration_has_a_batch_and_a_loss(save, known, options, shape, labels, chance):
@@ -174,15 +148,6 @@ def test_weights_are_of_the_dtype_that_the_configuration_says(save, dtype, weigh
     assert {p.dtype for p in workload.model.parameters()} == {weights}
     assert workload.assumed[0].startswith(said)
     assert len(workload.assumed) == (1 if dtype is None else 2)
-
-
-@pytest.mark.usefixtures("hub")
-def test_a_number_or_several_classes_at_once_have_a_loss_too(save):
-    one = {"architectures": ["BertForSequenceClassification"]}
-    reward = workload_from_name(save("bert", **one, id2label={"0": "reward"}))
-    several = workload_from_name(save("bert", **one, problem_type="multi_label_classification"))
-    assert loss_of(reward) < 2
-    assert loss_of(several) == pytest.approx(math.log(2), rel=0.3)
 
 
 @pytest.mark.usefixtures("hub")
@@ -247,9 +212,7 @@ def test_the_hub_is_offline_while_a_model_is_built_and_not_afterwards(save, monk
     ("known", "changed", "options", "said"),
     [
         ("{", {}, {}, r"config\.json is not JSON: JSONDecodeError: "),
-        ("[" * 100_000, {}, {}, "is not JSON: RecursionError: "),
         ("[1]", {}, {}, "has no model_type. Expected a config.json that transformers saved"),
-        (" " * 1_100_000, {}, {}, "has more than 1048576 bytes"),
         (
             "gpt2",
             {"model_type": "gpt3"},
@@ -257,18 +220,12 @@ def test_the_hub_is_offline_while_a_model_is_built_and_not_afterwards(save, monk
             r"model type 'gpt3', which this version of transformers does not have. .*gpt2",
         ),
         ("gpt2", {"n_embd": "wide"}, {}, r"is not a configuration of a gpt2: .*. Expected a file"),
-        ("gpt2", {"n_embd": -16}, {}, r"No model can be built from .*: .*. Correct the"),
-        ("gpt2", {"vocab_size": 0}, {}, "No model can be built from "),
         ("gpt2", {"n_layer": 10**9}, {}, "has 1000000000 layers. Expected at most 10000"),
-        ("gpt2", {"architectures": None}, {}, r"no architecture. Expected .*. Choose one with --task causal-lm"),
         ("gpt2", {"architectures": ["GPT9"]}, {}, "the architecture 'GPT9'. Expected an architecture for causal-lm or"),
-        ("gpt2", {}, {"task": "seq2seq"}, "gpt2 of .* has no model for the task seq2seq. Expected causal-lm or"),
         ("gpt2", {}, {"task": "poetry"}, "task is 'poetry'. Expected one of causal-lm, "),
         ("gpt2", {"model_type": "wav2vec2"}, {}, "wav2vec2, which has none of the tasks"),
         ("gpt2", {}, {"seq_len": 41}, "seq_len 41 is more than the 40 positions of .*. Pass a smaller"),
         ("roberta", {}, {"seq_len": 38}, "seq_len 38 is more than the 37 positions"),
-        ("gpt2", {}, {"seq_len": 0}, "seq_len is 0. Expected a whole number of 1 or more"),
-        ("gpt2", {}, {"image_size": 32}, "image_size can't be set for .*, because it is a text model"),
         ("vit", {}, {"seq_len": 8}, "seq_len can't be set for .*, because it is an image classifier"),
         ("vit", {}, {"image_size": 48}, r"can't use images of 48 x 48 pixels: ValueError: .*such as its own, 32 x 32"),
         (
@@ -301,9 +258,7 @@ def test_code_of_a_configurations_own_is_not_run(save, tmp_path):
     "spec",
     [
         "hf:meta-llama/Llama-2-7b",
-        "hf:",
         "hf:/dev/zero",
-        "hf:\0",
         f"hf:{'a' * 5000}",
         "keras:vgg",
     ],
@@ -405,11 +360,8 @@ def test_classifiers_have_images_and_a_loss():
     [
         ("timm:resnet51", {}, "timm has no model 'resnet51'. Expected one of its 2. The nearest are resnet50"),
         (5, {}, "'?5'? names no model. Expected hf:PATH of a config.json, timm:NAME or torchvision:NAME"),
-        ("timm:hf-hub:some/model", {}, "timm has no model 'hf-hub:some/model'"),
         ("timm:resnet18", {"image_size": 32}, r"timm:resnet18 can't use images of 32 x 32 pixels: .*its own, 24 x 24"),
-        ("timm:resnet18", {"task": "classification"}, "task can't be set for timm:resnet18, because it is"),
         ("torchvision:maskrcnn", {}, "torchvision has no classifier 'maskrcnn'. Expected one of its 1. Check its"),
-        ("torchvision:googlenet", {"seq_len": 8}, "seq_len can't be set for torchvision:googlenet, because it is"),
     ],
 )
 def test_unknown_classifiers_and_sizes_are_refused(spec, options, said):
@@ -426,9 +378,7 @@ def test_a_library_that_is_not_there_is_named(library, save, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec", ["timm:resnet18", "timm:vit_tiny_patch16_224", "torchvision:vit_b_16", "torchvision:googlenet"]
-)
+@pytest.mark.parametrize("spec", ["timm:resnet18", "torchvision:googlenet"])
 def test_the_libraries_own_classifiers_have_a_loss(spec):
     pytest.importorskip(spec.partition(":")[0])
     assert math.isfinite(loss_of(workload_from_name(spec)))
@@ -452,30 +402,6 @@ def test_what_is_named_travels_and_is_built_where_it_arrives(save, tmp_path, mon
 def test_the_old_method_names_the_new_function():
     with pytest.raises(InputError, match=r"'timm:resnet18'\) was removed. Use autosplit\.workload_from_name"):
         Workload.from_name("timm:resnet18", image_size=32)
-
-
-def test_options_of_a_model_do_not_go_with_a_file():
-    with raises(InputError, "seq_len and task", "train.py"):
-        workload_of_spec("train.py", seq_len=8, task="causal-lm")
-
-
-@pytest.mark.usefixtures("hub")
-def test_the_command_shows_the_loop_of_a_model_with_its_own_loss(save, tmp_path, monkeypatch, capsys):
-    save()
-    monkeypatch.chdir(tmp_path)
-    flags = ["--seq-len", "8", "--task", "causal-lm", "--devices", "cpu:1GiB", "--max-batch-size", "4"]
-    called = []
-    original = tune.tune
-    quick = {"n_trials": 1, "isolate": False}
-    monkeypatch.setattr(
-        tune, "tune", lambda source, **keywords: (called.append(source), original(source, **keywords, **quick))[1]
-    )
-    assert main(["tune", "hf:model", "--no-isolate", "--profile", "off", *flags]) == 0
-    out = capsys.readouterr().out
-    (source,) = called
-    assert source.keywords == {"seq_len": 8, "task": "causal-lm"}
-    assert "\nbatch_size " in out
-    assert "step.backward(model(**batch).loss)\n" in out
 
 
 @pytest.mark.slow

@@ -46,15 +46,6 @@ def test_a_plan_is_plotted_beside_its_curve(plan, tmp_path):
     assert (tmp_path / "plan.pdf").stat().st_size > 1000
 
 
-def test_a_plot_leaves_pyplot_and_its_settings_alone():
-    import matplotlib as mpl
-
-    before = dict(mpl.rcParams)
-    made_plan().plot()
-    assert dict(mpl.rcParams) == before
-    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
-
-
 def test_a_plot_names_the_extra_that_it_takes(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with raises(InputError, "package-missing", "plan.plot()", "matplotlib"):

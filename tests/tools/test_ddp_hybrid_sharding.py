@@ -13,7 +13,7 @@ import pytest
 import torch
 from ddp_jobs import loader_of, make_plan
 from ranks import found_by, job_of
-from test_ddp_sharding import adamw, make_model, one_device, relative_error, sharded, train, weights
+from test_ddp_sharding import adamw, one_device, relative_error, sharded, train
 from torch import distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -145,11 +145,9 @@ def peak(*, layers: Any = Block, forwards: int = 1, shard_size: int = 2, **optio
 
 MEMORY: dict[str, Callable[[], Any]] = {
     "layers": peak,
-    "shards of all ranks": lambda: peak(shard_size=4),
     "several forwards": lambda: peak(forwards=3),
     "kept gathered": lambda: peak(reshard_after_forward=False),
     "one group": lambda: peak(layers=None),
-    "one group, several forwards": lambda: peak(layers=None, forwards=2),
 }
 
 FOUR: dict[str, Callable[[], Any]] = {
@@ -167,11 +165,6 @@ def test_the_weights_are_those_of_one_process(four):
         assert found["mesh"] == [[0, 1], [2, 3]]
         for got, expected in zip(found["weights"], one_device(STEPS), strict=True):
             assert relative_error(got, expected) < 1e-9
-
-
-def test_the_steps_change_the_weights():
-    """Without this, equal weights would prove nothing."""
-    assert relative_error(one_device(STEPS)[-1], weights(make_model())) > 0.1
 
 
 @pytest.mark.parametrize("kind", ["sharded", "checkpoint"])

@@ -94,7 +94,6 @@ def by_one_process(sizes: tuple[int, ...], effective: int | None) -> torch.Tenso
 
 
 JOBS: dict[str, tuple[tuple[int, ...], int | None, bool]] = {
-    "unlike shares": ((4, 1, 2), None, False),
     "an effective batch": ((4, 1, 2), 30, False),
     "no share": ((4, 0, 2), 30, False),
     "cut": ((4, 2, 2), 30, True),
@@ -137,7 +136,7 @@ def test_the_weights_are_those_of_one_process(ranks, name):
         assert (found - expected).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("name", ["unlike shares", "an effective batch", "no share"])
+@pytest.mark.parametrize("name", ["an effective batch", "no share"])
 def test_no_rank_holds_more_tokens_than_it_holds_of_short_samples(ranks, name):
     """Here, more tokens fit at shorter lengths, so a batch of the shortest samples has the most tokens."""
     sizes = JOBS[name][0]

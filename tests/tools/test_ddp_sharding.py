@@ -112,10 +112,8 @@ def one_device(most: int, clip: float | None = None) -> list[torch.Tensor]:
 # Two processes run all of them, then three run some, each in its own group.
 
 GRADIENTS = {
-    "1 and 7": ((1, 7), 8),
     "3 and 5, accumulated": ((3, 5), 24),
     "a rank without any share": ((0, 8), 24),
-    "the last micro-batch short": ((1, 7), 20),
     "empty shares in the short last step": ((1, 7), 44),
 }
 
@@ -130,20 +128,6 @@ def epoch_gradients(sizes: tuple[int, ...], effective: int, **options: Any) -> l
             found.append(gradient(model))
             model.zero_grad()
     return found
-
-
-def without_weights() -> torch.Tensor:
-    """The gradient that FSDP2 makes of the ranks' plain means."""
-    with ddp.setup(make_plan((2, 6))) as ctx:
-        model = sharded(ctx)
-        mean_loss(model, [0, 1] if ctx.rank == 0 else list(range(2, 8))).backward()
-        return gradient(model)
-
-
-def trajectory() -> list[torch.Tensor]:
-    with ddp.setup(make_plan(SIZES, EFFECTIVE)) as ctx:
-        model = sharded(ctx)
-        return train(ctx, model, adamw(model), loader_of(ctx, shuffle=True, seed=7), 20)
 
 
 def communication() -> list[bool]:
@@ -170,8 +154,6 @@ class Failing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.forwards += 1
-        if self.forwards == 2 and self.where == "in the forward":
-            raise ZeroDivisionError
         x = self.linear(x)
         if self.forwards == 2 and self.where == "in the backward":
             x.register_hook(lambda _: 1 / 0)
@@ -197,8 +179,6 @@ def left_half_way(how: str, options: dict[str, Any]) -> tuple[torch.Tensor, torc
                     for number, indices in enumerate(step):
                         if number == 1 and how == "break":
                             break
-                        if number == 1 and how == "in the loop":
-                            raise ZeroDivisionError
                         step.backward(loss(indices))
                     break
             except ZeroDivisionError as error:
@@ -214,7 +194,7 @@ def left_half_way(how: str, options: dict[str, Any]) -> tuple[torch.Tensor, torc
 
 LEFT = {
     f"{how}{' in low precision' if options else ''}": (how, options)
-    for how in ("break", "in the loop", "in the forward", "in the backward")
+    for how in ("break", "in the backward")
     for options in ({}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)})
 }
 
@@ -352,9 +332,8 @@ def going_on(ctx: ddp.Context, parts: dict[str, Any]) -> list[torch.Tensor]:
     return found + train(ctx, parts["model"], parts["optimizer"], loader_for(parts), PASSED)
 
 
-def written() -> dict[str, Any]:
+def written() -> None:
     """Train for a while, and write complete and sharded checkpoints."""
-    found: dict[str, Any] = {}
     with ddp.setup(make_plan(SIZES, EFFECTIVE)) as ctx:
         parts = parts_of(ctx, sharded(ctx))
         train(ctx, parts["model"], parts["optimizer"], loader_for(parts), PASSED)
@@ -365,15 +344,10 @@ def written() -> dict[str, Any]:
         with torch.no_grad():
             parts["model"](INPUTS)  # the model's own parameters are unsharded afterwards
         ctx.save_checkpoint(folder() / "again.pt", **parts, **values)
-        ctx.save_sharded(folder() / "again", **parts, **values)
-        found["files"] = sorted(path.name for path in (folder() / "parts").iterdir())
-        found["together"] = weights(parts["model"])
-    return found
 
 
 LOADED = {
     "parts": lambda ctx, parts: ctx.load_sharded(folder() / "parts", **parts),
-    "parts, written after a forward": lambda ctx, parts: ctx.load_sharded(folder() / "again", **parts),
     "whole": lambda ctx, parts: ctx.load_checkpoint(folder() / "whole.pt", **parts),
     "whole, written after a forward": lambda ctx, parts: ctx.load_checkpoint(folder() / "again.pt", **parts),
     "a plain model's": lambda ctx, parts: ctx.load_checkpoint(folder() / "plain.pt", **parts),
@@ -438,9 +412,6 @@ def failures() -> dict[str, str]:
 
 TWO: dict[str, Callable[[], Any]] = {
     **{name: lambda job=job: epoch_gradients(*job) for name, job in GRADIENTS.items()},
-    "kept together after the forward": lambda: epoch_gradients((1, 7), 20, reshard_after_forward=False),
-    "without weights": without_weights,
-    "trajectory": trajectory,
     "communication": communication,
     **{f"left: {name}": lambda job=job: left_half_way(*job) for name, job in LEFT.items()},
     "clipped": clipped,
@@ -455,7 +426,6 @@ TWO: dict[str, Callable[[], Any]] = {
     "failures": failures,
 }
 THREE: dict[str, Callable[[], Any]] = {
-    "gradients": lambda: epoch_gradients((0, 3, 5), 24),
     **{f"3: {s} -> shared out": lambda s=s: resumed((1, 2, 5), s, "shared out") for s in LOADED},
 }
 
@@ -489,20 +459,6 @@ class TestGradients:
     def test_every_steps_is_that_of_its_samples_in_one_batch(self, two, name):
         for found in found_by(two, name):
             assert_gradients(found, GRADIENTS[name][1])
-
-    def test_also_of_layers_that_stay_together_after_the_forward(self, two):
-        for found in found_by(two, "kept together after the forward"):
-            assert_gradients(found, 20)
-
-    def test_also_among_three_ranks(self, three):
-        for found in found_by(three, "gradients"):
-            assert_gradients(found, 24)
-
-    def test_the_ranks_plain_means_would_give_another(self, two):
-        expected = make_model()
-        mean_loss(expected, list(range(8))).backward()
-        for got in found_by(two, "without weights"):
-            assert relative_error(got, gradient(expected)) > 0.1
 
     def test_they_meet_in_the_last_micro_batch_of_each_step_only(self, two):
         for found in found_by(two, "communication"):
@@ -548,11 +504,6 @@ def test_a_rank_without_samples_runs_every_backward():
 
 @pytest.mark.slow
 class TestTraining:
-    def test_twenty_steps_are_those_of_a_single_device(self, two):
-        for found in found_by(two, "trajectory"):
-            for got, expected in zip(found, one_device(20), strict=True):
-                assert relative_error(got, expected) < 1e-10
-
     def test_clipping_after_the_ranks_have_met(self, two):
         for found, norms in found_by(two, "clipped"):
             assert min(norms) > 0.05, "or nothing was clipped"
@@ -621,11 +572,6 @@ def assert_resumed(found: dict[str, Any], source: str) -> None:
 
 @pytest.mark.slow
 class TestCheckpoints:
-    def test_every_rank_writes_its_part(self, two):
-        for found in found_by(two, "written"):
-            assert found["files"] == [".metadata", "__0_0.distcp", "__1_0.distcp"]
-            assert relative_error(found["together"], one_device(PASSED)[-1]) < 1e-10
-
     @pytest.mark.parametrize("into", INTO)
     @pytest.mark.parametrize("source", LOADED)
     def test_two_ranks_go_on(self, two, source, into):
@@ -684,18 +630,16 @@ class TestRefusals:
         ("model", "options", "message"),
         [
             (make_model, {"not_an_option": 1}, r"has no option not_an_option. Expected one of: mesh, .*mp_policy"),
-            (make_model, {"module": 1}, "has no option module"),
             (
                 make_model,
                 {"layers": nn.Conv2d},
                 r"Conv2d'> selects no module of the model.* Block, Linea",
             ),
-            (make_model, {"layers": lambda _: False}, "selects no module of the model"),
             (lambda: nn.Sequential(Tied()), {"layers": Block}, "second.inner.weight is the same parameter as 0.first"),
             (lambda: DistributedDataParallel(make_model()), {}, "is wrapped in DistributedDataParallel at itself"),
             (lambda: nn.ParameterList([torch.ones(())]), {}, r"has parameters without a dimension, .*: 0\. Expected"),
         ],
-        ids=["option", "module", "class", "function", "tied", "wrapped", "scalar"],
+        ids=["option", "class", "tied", "wrapped", "scalar"],
     )
     def test_are_made_before_anything_changes(self, ctx, model, options, message):
         made = model()
@@ -711,15 +655,6 @@ class TestRefusals:
             ctx.shard(model)
         with raises(InputError, "is"):
             ctx.shard(nn.Sequential(model))
-
-    def test_tied_layers_may_be_left_with_the_model(self, ctx):
-        model = ctx.shard(nn.Sequential(Tied(), Failing()), layers=Failing)
-        assert model[0].first.inner.weight is model[0].second.inner.weight
-
-    def test_the_model_itself_comes_back(self, ctx):
-        model = make_model()
-        assert ctx.shard(model, layers=lambda part: type(part) is Block) is model
-        assert [type(part).__name__ for part in model] == ["Linear", "FSDPBlock", "FSDPBlock", "Linear"]
 
 
 @pytest.fixture
@@ -756,7 +691,7 @@ class TestBadFolders:
         with pytest.raises(CheckpointError, match="is not a file"):
             ctx.load_checkpoint(path, **parts)
 
-    @pytest.mark.parametrize("share", [None, 0.0, 0.3, 0.7, 0.99])
+    @pytest.mark.parametrize("share", [None, 0.0, 0.7])
     @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
     def test_cut_short(self, ctx, checkpoint, name, share):
         path, parts = checkpoint
@@ -766,12 +701,6 @@ class TestBadFolders:
         else:
             (path / name).write_bytes(content[: int(share * len(content))])
         refused(ctx, path, parts, "Expected a (checkpoint|folder) that save_sharded wrote")
-
-    def test_something_else_in_its_place(self, ctx, checkpoint):
-        path, parts = checkpoint
-        file = path / "__0_0.distcp"
-        file.write_bytes(b"x" * file.stat().st_size)
-        refused(ctx, path, parts, "was not loaded. Rank 0 can't read its part: UnpicklingError. Expected a")
 
     def test_somebody_elses_checkpoint(self, ctx, checkpoint, tmp_path):
         _, parts = checkpoint
@@ -834,15 +763,6 @@ class TestWriting:
         assert (path / "notes.txt").read_text() == "mine"
         ctx.load_sharded(path, **parts)
 
-    def test_it_may_be_moved(self, ctx, checkpoint, tmp_path):
-        path, parts = checkpoint
-        path.rename(tmp_path / "moved")
-        assert ctx.load_sharded(tmp_path / "moved", **parts) == {"step": 1}
-
-    def test_states_that_nobody_asks_for_are_not_read(self, ctx, checkpoint):
-        path, parts = checkpoint
-        assert ctx.load_sharded(path, sampler=parts["sampler"]) == {"step": 1}
-
     def test_what_can_not_be_kept_replaces_nothing(self, ctx, checkpoint):
         path, parts = checkpoint
         with pytest.raises(CheckpointError, match=r"was not written. Rank 0 can't write its part: \w+: .*pickle"):
@@ -850,16 +770,6 @@ class TestWriting:
         with pytest.raises(CheckpointError, match=r"Two tensors have the name 'a.b.c'"):
             ctx.save_sharded(path, a={"b": {"c": torch.ones(1)}, "b.c": torch.ones(1)})
         assert ctx.load_sharded(path, **parts) == {"step": 1}
-
-    def test_a_value_of_any_name_comes_back(self, ctx, tmp_path):
-        ctx.save_sharded(tmp_path / "last", values=torch.ones(2))
-        assert_same(ctx.load_sharded(tmp_path / "last"), {"values": torch.ones(2)})
-
-    def test_a_path_that_is_a_file(self, ctx, tmp_path):
-        (tmp_path / "file").write_text("mine")
-        with pytest.raises(CheckpointError, match="The path is a file"):
-            ctx.save_sharded(tmp_path / "file", step=1)
-        assert (tmp_path / "file").read_text() == "mine"
 
     def test_parts_that_something_else_keeps_are_refused_in_one_file(self, ctx, tmp_path):
         class Keeper:

@@ -19,12 +19,12 @@ from raised import raises
 from autosplit.accelerators import accelerator_kind
 from autosplit.cli.main import main
 from autosplit.devices import peer_copy_check
-from autosplit.devices.catalog import GPUS_VARIABLE, find_card
+from autosplit.devices.catalog import GPUS_VARIABLE
 from autosplit.devices.spec import list_devices, parse_devices
 from autosplit.errors import DeviceError
 from autosplit.tools import collective_check, doctor, measured_rates
 from autosplit.tools.doctor import examine
-from autosplit.tools.examination import Copy, Meeting, SharedResult, cards_toml
+from autosplit.tools.examination import Meeting, SharedResult
 from autosplit.tools.inventory import DeviceReport
 
 GIB = 2**30
@@ -37,22 +37,6 @@ def reported(**changes: object) -> DeviceReport:
 
 
 class TestRates:
-    def test_they_are_those_of_this_processor(self):
-        """A product of twice the size takes eight times as long. A rate that grew with it would measure the clock."""
-        small, large = (measured_rates.matmul_flops(CPU, torch.float32, largest_bytes=size) for size in (2**20, 2**24))
-        assert 1e8 < small < 1e14
-        assert 0.2 < large / small < 20
-        assert 1e8 < measured_rates.memory_bytes_per_s(CPU, largest_bytes=2**26) < 1e13
-        assert 1e-7 < measured_rates.launch_s(CPU) < 1e-3
-        assert 1e8 < measured_rates.copy_bytes_per_s(CPU, CPU) < 1e13
-
-    def test_a_product_that_the_device_has_not_is_none(self, monkeypatch):
-        def fails(*_args: object, **_options: object) -> None:
-            raise RuntimeError("not implemented for 'Half'")
-
-        monkeypatch.setattr(torch, "ones", fails)
-        assert measured_rates.matmul_flops(CPU, torch.float16, largest_bytes=2**20) is None
-
     @pytest.mark.parametrize(("capability", "has"), [((9, 0), True), ((7, 5), False)])
     def test_float32_by_tensor_cores_is_a_rate_of_its_own(self, monkeypatch, capability, has):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -77,12 +61,6 @@ class TestProblems:
         assert found.problem == "cuda:0: other processes use 4 GiB of 24 GiB"
         assert "end them" in found.cure
 
-    def test_a_note_with_a_cure_is_a_problem(self):
-        note = "compute capability 6.1 is not among what this torch was built for (sm_90); install a torch of at most 2"
-        (found,) = doctor._problems_of(reported(notes=(note, "temperature unknown"), unsupported=note))
-        assert found.problem == f"cuda:0: {note}"
-        assert doctor._problems_of(reported(unsupported=note, visible=False)) == []
-
     def test_a_slow_card_and_one_for_a_single_process_are_named(self):
         assert doctor._problems_of_rates(CARD) == []
         slow = replace(CARD, tflops_of_catalogue={"float16": 0.1}, memory_of_catalogue=0.3)
@@ -90,17 +68,6 @@ class TestProblems:
         assert [text.split(" of the")[0] for text in texts] == ["cuda:0 reaches 10%", "cuda:0 reaches 30%"]
         (found,) = doctor._problems_of_rates(replace(CARD, compute_mode="exclusive process"))
         assert "--no-isolate" in found.cure
-
-    def test_a_copy_that_arrives_wrong_is_a_problem_and_ends_nothing(self, monkeypatch):
-        def broken(_devices: object) -> None:
-            raise DeviceError("A known tensor that was copied from a to b arrived as zeros. Turn off the IOMMU.")
-
-        monkeypatch.setattr(doctor, "check_links", broken)
-        problems: list = []
-        found = doctor._copy_of(CPU, CPU, problems)
-        assert not found.arrives
-        assert found.gb_per_s > 0
-        assert problems[0].problem.endswith("arrived as zeros. Turn off the IOMMU.")
 
     def test_simulated_cards_are_refused(self):
         with raises(DeviceError):
@@ -115,18 +82,6 @@ class TestCards:
         assert "H200" in printed.out
         assert "Choose a file in an existing folder." in printed.err.replace("\n", " ")
 
-    def test_what_is_kept_is_what_sim_predicts_with(self, tmp_path, monkeypatch):
-        copies = (Copy("cuda:0", "cuda:1", True, 300.0), Copy("cuda:1", "cuda:0", False, 900.0))
-        own = replace(CARD, device="cuda:1", name="Intel(R) Graphics [0x64a0]", catalogue=None)
-        path = tmp_path / "cards.toml"
-        path.write_text(cards_toml(examined(CARD, replace(own, compute_capability=None), copies=copies)))
-        monkeypatch.setenv(GPUS_VARIABLE, str(path))
-        known = find_card("H200")
-        assert (known.peak_flops["bfloat16"], known.memory_bytes_per_s) == (7e14, 4.1e12)
-        assert (known.link_bytes_per_s, known.launch_s) == (3e11, 4e-6)
-        assert find_card("Intel(R) Graphics [0x64a0]").memory_bytes == 140 * GIB
-        assert find_card("Intel-Graphics--0x64a0").memory_bytes == 140 * GIB
-
     def test_the_command_of_the_error_makes_sim_know_the_gpu(self, tmp_path, monkeypatch):
         new = replace(CARD, name="NVIDIA GeForce RTX 6090", catalogue=None, usual_link_gb_per_s=None)
         monkeypatch.setattr(doctor, "examine", lambda *_, **__: examined(new))
@@ -137,10 +92,6 @@ class TestCards:
         assert main(command.split()) == 0
         monkeypatch.setenv(GPUS_VARIABLE, "gpus.toml")
         assert [device.spec.rates[:8] for device in parse_devices("sim:2xRTX 6090")] == ["measured"] * 2
-
-    def test_a_machine_without_cards_has_none_to_keep(self):
-        with raises(DeviceError):
-            cards_toml(replace(examined(CARD), kind="cpu"))
 
 
 class TestSharedResults:
@@ -203,13 +154,6 @@ class TestThisMachine:
         assert answer["training"]["measured_samples_per_s"] > 0
         assert answer["collective"] is None
         assert answer["took_s"] < 120
-
-    def test_the_table_has_all_of_it(self, capsys):
-        main(["doctor", "--devices", "cpu:64MiB"])
-        printed = capsys.readouterr()
-        for word in ("torch 2.", "cpu:0", "float16", "memory rate", "a small model", "its throughput"):
-            assert word in printed.out
-        assert "looking at a small model" in printed.err
 
 
 @pytest.mark.gpu

@@ -58,10 +58,6 @@ class TestTheArithmetic:
         found.add((20.0, 2, 0.1), 20)
         assert (found.value, found.interval) == (math.inf, (0.0, math.inf))
 
-    def test_a_single_micro_batch_says_what_to_do(self):
-        with raises(InputError):
-            NoiseScale().add((1.0, 1, 1.0), 8)
-
     def test_steps_that_say_nothing_are_left_out(self):
         found = NoiseScale()
         found.add((30.0, 2, 1.0), 20)

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from autosplit.cli.main import main
 from autosplit.errors import InputError
@@ -83,11 +82,6 @@ def test_a_model_that_returns_its_loss_gets_no_targets(written):
     assert load_workload(found.path)().loss_fn is None
 
 
-def test_a_function_that_makes_the_model_is_named(written):
-    code = HEAD + BLOCK + "def make():\n    return nn.Linear(3, 2)\n"
-    assert written(code, "make").inputs == "torch.randn(8, 3)"
-
-
 DATA = "data = [(torch.randn(20), torch.randn(1)) for _ in range(9)]\n"
 LOADER = "train_loader = torch.utils.data.DataLoader(data, batch_size=4)\n"
 DICTS = (
@@ -138,9 +132,7 @@ def words():
 @pytest.mark.parametrize(
     ("sample", "call"),
     [
-        ("(words(), words())", "loss_fn(model(source, target), target)"),
         ("(words(), words(), words())", "loss_fn(model(source, target), targets)"),
-        ("{'source': words(), 'target': words()}", "loss_fn(model(batch['source'], batch['target']), batch['target'])"),
         (
             "{'source': words(), 'target': words(), 'labels': words()}",
             "loss_fn(model(batch['source'], batch['target']), batch['labels'])",
@@ -158,23 +150,10 @@ def test_a_model_of_two_inputs_gets_a_function_that_calls_it(written, sample, ca
     assert training_loss(workload, workload.model, workload.sample_batch).isfinite()
 
 
-def test_the_shape_of_a_sample_can_be_given(written):
-    assert written(HEAD + CNN, shape=(3, 40, 50)).inputs == "torch.randn(8, 3, 40, 50)"
-
-
-def test_a_file_in_another_folder_finds_the_model(written, tmp_path):
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    found = written(HEAD + MLP, output=str(folder / "mine.py"))
-    assert isinstance(load_workload(found.path)().model, torch.nn.Module)
-
-
 @pytest.mark.parametrize(
     ("code", "options", "named"),
     [
         (HEAD + BLOCK, {}, "Block needs width"),
-        (HEAD + "def make():\n    return 3\n", {"name": "make"}, "returned a int"),
-        (HEAD + CNN, {"shape": (4, 8, 8)}, "(4, 8, 8)"),
         (HEAD + a_class("Odd", "layer = nn.Linear(5, 2)", "self.layer(x, x)"), {}, "--input"),
         (PAIR, {}, "tuple"),
     ],
