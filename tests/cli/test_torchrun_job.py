@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from ddp_jobs import make_plan
+from marks import for_release
 from raised import raises
 
 from autosplit.cli import torchrun_job
@@ -41,8 +43,11 @@ def plan_file(tmp_path: Path) -> str:
     ("arguments", "chosen"),
     [
         (["train.py", "--epochs", "3"], ["--nproc-per-node=2", "--standalone"]),
+        (["-m", "package.train"], ["--nproc-per-node=2", "--standalone"]),
         (["--nnodes", "2", "train.py"], ["--nproc-per-node=1"]),
+        (["--nnodes=1", "--master-port", "1234", "train.py"], ["--nproc-per-node=2"]),
         (["--nproc_per_node=2", "train.py"], ["--standalone"]),
+        (["--max-restarts", "3", "train.py", "--nnodes", "7"], ["--nproc-per-node=2", "--standalone"]),
     ],
 )
 def test_what_is_not_said_is_chosen(plan_file, arguments, chosen):
@@ -51,7 +56,7 @@ def test_what_is_not_said_is_chosen(plan_file, arguments, chosen):
     assert job.variables == {"AUTOSPLIT_PROFILE": plan_file}
 
 
-@pytest.mark.parametrize("arguments", [["--nnodes", "2"]])
+@pytest.mark.parametrize("arguments", [["--nnodes", "2"], ["--standalone"], ["--max-restarts=3"]])
 def test_without_a_script(plan_file, arguments):
     with raises(InputError):
         command_for(Plan.load(plan_file), Path(plan_file), arguments)
@@ -78,6 +83,11 @@ def test_a_profiles_key_names_its_plan(capsys):
     assert capsys.readouterr().out.startswith(f"AUTOSPLIT_PROFILE={path} ")
 
 
+def test_json_names_the_plan(plan_file, capsys):
+    assert main(["launch", "--plan", plan_file, "--json", "train.py"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"] == f"a model, 2, 6 samples x 1, {plan_file}"
+
+
 def test_the_line_is_a_shells(plan_file, capsys):
     assert main(["launch", "--print", "--plan", plan_file, "train.py", "--lr", "0.1", "--print"]) == 0
     words = shlex.split(capsys.readouterr().out)
@@ -100,6 +110,21 @@ def test_a_script_that_is_not_there_is_refused_before_torchrun_starts(plan_file,
     assert "none.py does not exist. Check the path of the training script" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["launch"], "the following arguments are required: [TORCHRUN OPTIONS] SCRIPT"),
+        (["launch", "train.py"], "You named no plan"),
+        (["launch", "--plan", "none.json", "train.py"], "can't be read"),
+    ],
+)
+def test_errors_are_one_line(argv, says, capsys):
+    assert main(argv) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert told.count("\n") == 1
+
+
 SCRIPT = """
 import sys
 from autosplit import ddp
@@ -110,13 +135,14 @@ sys.exit(int(sys.argv[1]))
 
 
 @pytest.mark.slow
-def test_real_ranks_find_the_plan(plan_file, tmp_path):
+@pytest.mark.parametrize("code", [for_release(0), 3])
+def test_real_ranks_find_the_plan(plan_file, tmp_path, code):
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "autosplit", "launch", "--plan", plan_file, "train.py", "3"]
+    command = [sys.executable, "-m", "autosplit", "launch", "--plan", plan_file, "train.py", str(code)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "rank 0 takes 2, ['3']" in done.stdout
-    assert "rank 1 takes 6, ['3']" in done.stdout
-    assert done.returncode != 0, "the exit code is torchrun's"
+    assert f"rank 0 takes 2, ['{code}']" in done.stdout
+    assert f"rank 1 takes 6, ['{code}']" in done.stdout
+    assert (done.returncode == 0) == (code == 0), "the exit code is torchrun's"
 
 
 @pytest.mark.parametrize(("text", "doubted"), [("import torch", True), ("from autosplit import ddp", False)])
@@ -133,6 +159,8 @@ def test_a_script_that_never_sets_up_is_doubted(plan_file, tmp_path, monkeypatch
     ("ended", "first"),
     [
         ({0: (1, 7), 1: (-signal.SIGKILL, 7)}, 1),  # rank 0 noticed and stopped before torchrun checked
+        ({0: (-signal.SIGTERM, 7), 1: (3, 7)}, 1),  # by torchrun
+        ({0: (1, 8), 1: (-signal.SIGSEGV, 7), 2: (1, 7)}, 1),
         ({0: (-signal.SIGKILL, 40), 1: (3, 7)}, 1),  # it hung, and torchrun ended it
     ],
 )

@@ -70,6 +70,7 @@ class BrokenData(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 ERRORS: dict[str, Callable[[], None]] = {
     "raises": lambda: raised(ValueError("the reason\nand more of it")),
+    "runs out of memory": lambda: raised(autosplit.OutOfMemoryError("cuda:1 ran out of memory")),
     "exits": lambda: raised(SystemExit(3)),
     "ends well": lambda: raised(SystemExit(0)),
     "is killed": killed,
@@ -116,6 +117,11 @@ def before_a_checkpoint(victim: int, fail: Callable[[], None]) -> None:
             fail()
         ctx.save_checkpoint(Path(os.environ["FAULT_FOLDER"], "last.pt"), model=model)
         ctx.load_checkpoint(Path(os.environ["FAULT_FOLDER"], "last.pt"), model=model)
+
+
+def in_a_group_of_the_users(victim: int, fail: Callable[[], None]) -> None:
+    dist.init_process_group("gloo")
+    in_a_step(victim, fail)
 
 
 def nothing_fails(victim: int, fail: Callable[[], None]) -> None:
@@ -211,9 +217,14 @@ def processes_of(folder: Path) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the test looks for processes in /proc")
 class TestUnderTorchrun:
+    @pytest.mark.parametrize("victim", [0, 2])
     @pytest.mark.parametrize(
-        ("victim", "how", "cause"),
-        [(0, "raises", "ValueError: the reason"), (2, "is killed", "(SIGKILL)"), (0, "exits", "exitcode  : 3")],
+        ("how", "cause"),
+        [
+            ("raises", "ValueError: the reason"),
+            ("is killed", "(SIGKILL)"),
+            ("exits", "exitcode  : 3"),
+        ],
     )
     def test_its_report_has_the_cause(self, tmp_path: Path, victim: int, how: str, cause: str) -> None:
         root = report_of(tmp_path, "in_a_step", victim, how).split("Root Cause")[1]
@@ -235,6 +246,10 @@ class TestUnderTorchrun:
         assert "RankFailedError: rank " in root
         assert "rank 1 does not answer (killed, stopped or busy) and was last seen " in root
         assert "timeout_s=" in root
+
+    def test_an_error_before_the_ranks_joined_is_the_cause(self, tmp_path: Path) -> None:
+        root = report_of(tmp_path, "before_setup", 2, "exits").split("Root Cause")[1]
+        assert "rank      : 2" in root
 
 
 def test_a_recorded_error_is_what_torchrun_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,13 +333,23 @@ def assert_others_said(found: list[Ended], victim: int, expected: str) -> None:
 class TestWithoutALauncher:
     """The others' collectives break, and their errors have the cause. Rank 0 has the store."""
 
-    @pytest.mark.parametrize("scenario", [in_a_step, slow(before_a_checkpoint)])
+    @pytest.mark.parametrize("scenario", [in_a_step, slow(before_a_checkpoint), slow(in_a_group_of_the_users)])
     def test_a_rank_that_raises(self, tmp_path: Path, scenario: Any) -> None:
         found = job(tmp_path, scenario, 2, 1, "raises")
         assert_others_said(found, 1, f"rank 1 failed: ValueError: the reason ({Path(__file__)}")
         assert "in raised: raise error). This rank 0 stops" in found[0].said
         assert found[1].code == 1
         assert found[1].said.strip().endswith("and more of it")
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("how", "code", "said"),
+        [("runs out of memory", 1, "OutOfMemoryError: cuda:1 ran out of memory ("), ("exits", 3, "SystemExit: 3 (")],
+    )
+    def test_whatever_it_is(self, tmp_path: Path, how: str, code: int, said: str) -> None:
+        found = job(tmp_path, in_a_step, 3, 1, how)
+        assert_others_said(found, 1, f"rank 1 failed: {said}")
+        assert found[1].code == code
 
     @pytest.mark.slow
     def test_a_rank_that_is_killed(self, tmp_path: Path) -> None:
@@ -334,9 +359,10 @@ class TestWithoutALauncher:
         assert "but rank 1 does not answer (killed, stopped or busy)" in found[0].said
 
     @pytest.mark.slow
-    def test_the_rank_with_the_store(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("how", ["raises", "is killed"])
+    def test_the_rank_with_the_store(self, tmp_path: Path, how: str) -> None:
         """Its message may be lost, but the others end."""
-        found = job(tmp_path, in_a_step, 3, 0, "is killed")
+        found = job(tmp_path, in_a_step, 3, 0, how)
         for ended in found[1:]:
             assert ended.code == 1
             assert "RankFailedError: rank " in ended.said
@@ -347,11 +373,12 @@ class TestWithoutALauncher:
         assert found[1].code == 0
         assert_others_said(found, 1, "rank 1 left autosplit.ddp.setup (SystemExit, exit code 0)")
 
-    def test_a_rank_that_fails_before_setup(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("victim", [slow(0), 1])
+    def test_a_rank_that_fails_before_setup(self, tmp_path: Path, victim: int) -> None:
         """The others wait, because the rank may still come, and print it."""
-        told = "Rank 0 of 2 has waited 15 s in autosplit.ddp.setup, but some ranks are missing"
-        found = job(tmp_path, before_setup, 2, 1, "raises", said=told)
-        assert told in found[0].said
+        told = f"Rank {1 - victim} of 2 has waited 15 s in autosplit.ddp.setup, but some ranks are missing"
+        found = job(tmp_path, before_setup, 2, victim, "raises", said=told)
+        assert told in found[1 - victim].said
 
     @pytest.mark.slow
     def test_what_all_have_to_call(self, tmp_path: Path) -> None:
@@ -367,7 +394,7 @@ class TestNoFailure:
         assert [(ended.code, "rank" in ended.said) for ended in found] == [(0, False)] * 2, found
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("victim", [0, 2])
+    @pytest.mark.parametrize("victim", [0, 1, 2])
     def test_leaving_before_the_others(self, tmp_path: Path, victim: int) -> None:
         """Rank 0 has the store."""
         found = job(tmp_path, leaves_before_the_others, 3, victim, "ends well")
@@ -375,6 +402,20 @@ class TestNoFailure:
 
 
 class TestPlaces:
+    def test_a_rank_that_waits_long_prints_all_places(self, capfd: pytest.CaptureFixture[str]) -> None:
+        """NCCL ends a process at the time-out without an exception."""
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        store.set("place/0", "at the start of loop 2")
+        store.set("end/2", "failed ValueError: the reason")
+        printed: list[str] = []
+        progress = Progress(1, 3, timeout_s=1.0)
+        with progress.published(store):
+            progress.begin_loop()
+            until(lambda: printed.append(capfd.readouterr().err) or "ends the job" in "".join(printed))
+        assert "autosplit: rank 1 has been at the start of loop 1 for " in "".join(printed)
+        assert "(rank 0: at the start of loop 2, rank 2: ValueError: the reason)" in "".join(printed)
+        assert not any(thread.name == "autosplit-progress" for thread in threading.enumerate())
+
     def test_only_a_broken_collective_has_another_cause(self) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
         store.set("end/0", "failed ValueError: the reason")

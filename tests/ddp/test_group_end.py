@@ -38,7 +38,7 @@ atexit.register(tell)  # runs after what is registered later
 import autosplit.ddp.rendezvous
 from autosplit.ddp.group_end import let_go_of_group_last
 
-dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.init_process_group("BACKEND", store=dist.HashStore(), rank=0, world_size=1)
 model = DistributedDataParallel(torch.nn.Linear(3, 2))
 for _ in range(2):
     let_go_of_group_last(model)
@@ -55,12 +55,13 @@ for _ in range(2):
         slow("raise ValueError('an own error')", "group: True"),  # other ranks see connections close
     ],
 )
-def test_the_group_ends_with_the_script(end: str, expected: str) -> None:
+@pytest.mark.parametrize("backend", [slow("gloo"), "cpu:gloo"])
+def test_the_group_ends_with_the_script(backend: str, end: str, expected: str) -> None:
     """Every eighth job of a tool died at its very end: "terminate called without an active exception".
 
     A thread of gloo still held a Python gradient when the interpreter was gone.
     """
-    script = SCRIPT + end
+    script = SCRIPT.replace("BACKEND", backend) + end
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert expected in done.stdout, done.stderr
     assert (done.returncode != 0) == ("raise" in end)

@@ -85,6 +85,16 @@ def test_an_unknown_gpu_is_refused() -> None:
         plan_for_devices(gpu_plan(), [FAST, RankDevice("cuda:0", "New")])
 
 
+def test_a_cpu_is_found_by_its_budget() -> None:
+    plan = shares_plan((3, 1), 4)
+    smaller = (replace(plan.devices[0], memory_bytes=2**21), replace(plan.devices[1], memory_bytes=2**20))
+    plan = replace(plan, devices=smaller)
+    cpus = [RankDevice("cpu", "cpu", budget_bytes=n) for n in (2**20, 2**21)]
+    assert plan_for_devices(plan, cpus).split == (1, 3)
+    with raises(DeviceError, "only has measurements of cpu with 2 MiB, cpu with 1 MiB"):
+        plan_for_devices(plan, [RankDevice("cpu", "cpu"), cpus[0]])
+
+
 def test_a_step_that_can_not_be_kept_is_refused() -> None:
     with raises(PlanError, "72 samples", "(Fast)"):
         plan_for_devices(gpu_plan(accumulates=False, max_batch_size=18), [FAST])
