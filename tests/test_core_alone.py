@@ -22,7 +22,7 @@ LIMIT_S = 2400
 
 def copy_of_the_core(folder: Path) -> None:
     """Copy what the tests need, without the packages around the core and their tests."""
-    for name in ("autosplit", "tests", "docs", "examples"):
+    for name in ("autosplit", "tests", "docs", "examples", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "mkdocs.yml"):
         shutil.copy(ROOT / name, folder)

@@ -27,7 +27,6 @@ from autosplit import ddp
 from autosplit.accelerators import backend
 from autosplit.devices.accelerator import visible_devices
 from autosplit.plan.plan import Plan
-from autosplit.tuning import rank_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason="needs two cards")]
 
@@ -150,7 +149,6 @@ def tuned_and_trained() -> dict[str, Any]:
 
 def without_memory() -> dict[str, Any]:
     """Run out of memory on one rank while the other waits for its gradients. The models are on the GPUs already."""
-    rank_steps.LEAST_TIMEOUT_S = 2.0 * LIMIT_S  # a rank that waits for the other one is killed with its job
     sprung: list[bool] = []
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:

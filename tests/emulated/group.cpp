@@ -6,6 +6,10 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
+#include <atomic>
+#include <mutex>
+#include <thread>
+
 namespace emulated {
 namespace {
 
@@ -44,9 +48,33 @@ Tensors all_of(const Lists& lists) {
   return found;
 }
 
+using FuturePointer = c10::intrusive_ptr<c10::ivalue::Future>;
+
+// Whether a group was aborted. As in NCCL, its collectives then stop waiting for the other ranks. gloo's do not.
+struct Abortion {
+  void abort() {
+    std::lock_guard<std::recursive_mutex> guard(mutex); // a callback of a future may ask for another one
+    aborted = true;
+    for (const auto& future : std::exchange(futures, {})) {
+      future->setErrorIfNeeded(std::make_exception_ptr(std::runtime_error(kMessage)));
+    }
+  }
+  void add(const FuturePointer& future) {
+    std::lock_guard<std::recursive_mutex> guard(mutex);
+    futures.erase(std::remove_if(futures.begin(), futures.end(), [](const auto& one) { return one->completed(); }),
+                  futures.end());
+    futures.push_back(future);
+  }
+  static constexpr const char* kMessage = "NCCL communicator was aborted";
+  std::recursive_mutex mutex;
+  std::atomic<bool> aborted{false};
+  std::vector<FuturePointer> futures;
+};
+
 // What gloo does, with the device's own tensors for its result.
 struct Work final : c10d::Work {
-  Work(WorkPointer host, Tensors outputs) : host(std::move(host)), outputs(std::move(outputs)) {}
+  Work(WorkPointer host, Tensors outputs, std::shared_ptr<Abortion> abortion)
+      : host(std::move(host)), outputs(std::move(outputs)), abortion(std::move(abortion)) {}
   bool isCompleted() override {
     return host->isCompleted();
   }
@@ -60,6 +88,12 @@ struct Work final : c10d::Work {
     return host->sourceRank();
   }
   bool wait(std::chrono::milliseconds timeout) override {
+    while (timeout == kNoTimeout && !host->isCompleted()) { // gloo's own time-out completes it, too
+      if (abortion->aborted) {
+        throw std::runtime_error(Abortion::kMessage);
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
     return host->wait(timeout);
   }
   void synchronize() override {
@@ -79,7 +113,12 @@ struct Work final : c10d::Work {
       }
     }
     auto ours = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(), devices);
-    host->getFuture()->addCallback([ours, outputs = outputs](c10::ivalue::Future& theirs) {
+    abortion->add(ours);
+    host->getFuture()->addCallback([ours, outputs = outputs, abortion = abortion](c10::ivalue::Future& theirs) {
+      std::lock_guard<std::recursive_mutex> guard(abortion->mutex);
+      if (ours->completed()) {
+        return; // aborted
+      }
       if (theirs.hasError()) {
         ours->setError(theirs.exception_ptr());
       } else {
@@ -90,11 +129,8 @@ struct Work final : c10d::Work {
   }
   WorkPointer host;
   Tensors outputs;
+  std::shared_ptr<Abortion> abortion;
 };
-
-WorkPointer made(WorkPointer host, Tensors outputs) {
-  return c10::make_intrusive<Work>(std::move(host), std::move(outputs));
-}
 
 struct Backend final : c10d::Backend {
   explicit Backend(c10::intrusive_ptr<c10d::Backend> host)
@@ -116,12 +152,15 @@ struct Backend final : c10d::Backend {
     return host->getSequenceNumberForGroup();
   }
   void abort() override {
-    host->abort();
+    abortion->abort();
   }
   void shutdown() override {
     host->shutdown();
   }
 
+  WorkPointer made(WorkPointer work, Tensors outputs) {
+    return c10::make_intrusive<Work>(std::move(work), std::move(outputs), abortion);
+  }
   WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     auto ours = held_on_host(tensors);
     return made(host->broadcast(ours, options), tensors);
@@ -217,6 +256,7 @@ struct Backend final : c10d::Backend {
   }
 
   c10::intrusive_ptr<c10d::Backend> host;
+  std::shared_ptr<Abortion> abortion = std::make_shared<Abortion>();
 };
 
 // Boxed on both ways, which needs no Python header: a group with gloo for the host, and one with it for the devices.
