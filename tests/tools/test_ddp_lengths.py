@@ -106,7 +106,7 @@ SCENARIOS: dict[str, Any] = {
 def tuned_together() -> tuple[str, int]:
     """Tune with all ranks and return the batches of an epoch. The last rank has half of the others' memory."""
     tokens = torch.randint(1, 50, (4, 16))
-    plan = autosplit.tune(
+    plan = autosplit.tune_lengths(
         make_net(),
         (tokens, torch.zeros(4, 1, dtype=torch.float64)),
         loss_fn=nn.functional.mse_loss,
