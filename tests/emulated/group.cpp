@@ -6,9 +6,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
-#include <atomic>
 #include <mutex>
-#include <thread>
 
 namespace emulated {
 namespace {
@@ -50,13 +48,13 @@ Tensors all_of(const Lists& lists) {
 
 using FuturePointer = c10::intrusive_ptr<c10::ivalue::Future>;
 
-// Whether a group was aborted. As in NCCL, its collectives then stop waiting for the other ranks. gloo's do not.
-struct Abortion {
+// The futures of a group's collectives. `abort` ends them with an error, as NCCL's does. gloo's does nothing. DDP waits
+// for futures.
+struct Pending {
   void abort() {
     std::lock_guard<std::recursive_mutex> guard(mutex); // a callback of a future may ask for another one
-    aborted = true;
     for (const auto& future : std::exchange(futures, {})) {
-      future->setErrorIfNeeded(std::make_exception_ptr(std::runtime_error(kMessage)));
+      future->setErrorIfNeeded(std::make_exception_ptr(std::runtime_error("NCCL communicator was aborted")));
     }
   }
   void add(const FuturePointer& future) {
@@ -65,16 +63,14 @@ struct Abortion {
                   futures.end());
     futures.push_back(future);
   }
-  static constexpr const char* kMessage = "NCCL communicator was aborted";
   std::recursive_mutex mutex;
-  std::atomic<bool> aborted{false};
   std::vector<FuturePointer> futures;
 };
 
 // What gloo does, with the device's own tensors for its result.
 struct Work final : c10d::Work {
-  Work(WorkPointer host, Tensors outputs, std::shared_ptr<Abortion> abortion)
-      : host(std::move(host)), outputs(std::move(outputs)), abortion(std::move(abortion)) {}
+  Work(WorkPointer host, Tensors outputs, std::shared_ptr<Pending> pending)
+      : host(std::move(host)), outputs(std::move(outputs)), pending(std::move(pending)) {}
   bool isCompleted() override {
     return host->isCompleted();
   }
@@ -88,12 +84,6 @@ struct Work final : c10d::Work {
     return host->sourceRank();
   }
   bool wait(std::chrono::milliseconds timeout) override {
-    while (timeout == kNoTimeout && !host->isCompleted()) { // gloo's own time-out completes it, too
-      if (abortion->aborted) {
-        throw std::runtime_error(Abortion::kMessage);
-      }
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
     return host->wait(timeout);
   }
   void synchronize() override {
@@ -113,9 +103,9 @@ struct Work final : c10d::Work {
       }
     }
     auto ours = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(), devices);
-    abortion->add(ours);
-    host->getFuture()->addCallback([ours, outputs = outputs, abortion = abortion](c10::ivalue::Future& theirs) {
-      std::lock_guard<std::recursive_mutex> guard(abortion->mutex);
+    pending->add(ours);
+    host->getFuture()->addCallback([ours, outputs = outputs, pending = pending](c10::ivalue::Future& theirs) {
+      std::lock_guard<std::recursive_mutex> guard(pending->mutex);
       if (ours->completed()) {
         return; // aborted
       }
@@ -129,7 +119,7 @@ struct Work final : c10d::Work {
   }
   WorkPointer host;
   Tensors outputs;
-  std::shared_ptr<Abortion> abortion;
+  std::shared_ptr<Pending> pending;
 };
 
 struct Backend final : c10d::Backend {
@@ -152,14 +142,14 @@ struct Backend final : c10d::Backend {
     return host->getSequenceNumberForGroup();
   }
   void abort() override {
-    abortion->abort();
+    pending->abort();
   }
   void shutdown() override {
     host->shutdown();
   }
 
   WorkPointer made(WorkPointer work, Tensors outputs) {
-    return c10::make_intrusive<Work>(std::move(work), std::move(outputs), abortion);
+    return c10::make_intrusive<Work>(std::move(work), std::move(outputs), pending);
   }
   WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     auto ours = held_on_host(tensors);
@@ -256,7 +246,7 @@ struct Backend final : c10d::Backend {
   }
 
   c10::intrusive_ptr<c10d::Backend> host;
-  std::shared_ptr<Abortion> abortion = std::make_shared<Abortion>();
+  std::shared_ptr<Pending> pending = std::make_shared<Pending>();
 };
 
 // Boxed on both ways, which needs no Python header: a group with gloo for the host, and one with it for the devices.
