@@ -152,7 +152,7 @@ class Describer:
             self.of(function.__kwdefaults__, depth),
             [self.of(item, depth) for item in _cells(function)],
         ]
-        if _is_librarys(function):
+        if _is_installed(str(function.__globals__.get("__name__"))):  # a wrapper has the `__module__` of what it wraps
             return described
         return [*described, {name: self.of(item, depth) for name, item in _globals_of(function).items()}]
 
@@ -279,11 +279,6 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _is_librarys(function: Any) -> bool:
-    """Return whether a function is a library's, also if it wraps a user's function and has its `__module__`."""
-    return _is_installed(str(function.__globals__.get("__name__")))
-
-
 def _globals_of(function: Any) -> dict[str, Any]:
     known = function.__globals__
     return {name: known[name] for name in sorted(_names(function.__code__)) if name in known}
@@ -291,7 +286,7 @@ def _globals_of(function: Any) -> dict[str, Any]:
 
 def named_by(function: Any) -> list[Any]:
     """Return the objects that a function uses: its defaults, its closure, and the globals of a user's function."""
-    own = () if _is_librarys(function) else _globals_of(function).values()
+    own = () if _is_installed(str(function.__globals__.get("__name__"))) else _globals_of(function).values()
     return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *_cells(function), *own]
 
 
