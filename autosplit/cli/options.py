@@ -144,7 +144,7 @@ PRECISION = {
 TRAINING = {
     **PRECISION,
     "--checkpointing auto|CLASS": "Class of the model's layers, or auto for a transformers model. autosplit tries to "
-    "checkpoint none, every second and all of them. Default: the model as it is.",
+    "checkpoint none, every second and all of them. Default: the unchanged model.",
 }
 
 DEVICES_HELP = (

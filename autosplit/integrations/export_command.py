@@ -24,7 +24,7 @@ class Exported:
         to: The tool or the format.
         exact: Whether the tool trains exactly as the plan does.
         lost_share: The predicted loss of samples/s, as a share of the plan's. None if it is unknown.
-        notes: What the tool cannot do, one sentence each.
+        notes: Limits of the tool, one sentence each.
         settings: The settings by the tool's own names.
         text: The text to paste.
     """

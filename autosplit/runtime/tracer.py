@@ -464,16 +464,9 @@ def make_tracer(workload: Workload, *, like_gpu: bool, kernels: GpuKernels | Non
     )
 
 
-def _followed_fake(
-    workload: Workload,
-    shape: StepShape,
-    *,
-    like_gpu: bool,
-    device: torch.device = CPU,
-    kernels: GpuKernels | None = None,
-) -> Tracer | Exception:
+def _followed_fake(workload: Workload, shape: StepShape, **options: Any) -> Tracer | Exception:
     try:
-        return _traced_once(workload, shape, fake=True, like_gpu=like_gpu, device=device, kernels=kernels)
+        return _traced_once(workload, shape, fake=True, **options)
     except AutosplitError:
         raise
     except Exception as error:  # noqa: BLE001  # fake tensors do not support an op, or the user's code failed
@@ -490,13 +483,11 @@ def _traced_once(
     kernels: GpuKernels | None = None,
     values: SampleValues | None = None,
 ) -> Tracer:
-    own = kernels if like_gpu else None
-    tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device, kernels=own, values=values)
+    kernels = kernels if like_gpu else None
+    tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device, kernels=kernels, values=values)
     try:
         tracer.trace(shape)
-        if not {"eval", "forward"}.isdisjoint(
-            workload.held
-        ):  # `generate` usually reads values, so check now whether it works
+        if {"eval", "forward"} & {*workload.held}:  # `generate` usually reads values, so check now whether it works
             tracer.trace(replace(shape, arrangement="eval"))
     except BaseException:
         tracer.trainee.restore()

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import emulated
 import pytest
 import torch
+from card_jobs import NUM_SAMPLES, SHARES, contexts_here, make_model, plan_of_cards, samples
 from ddp_jobs import make_plan
 from folders import TESTS
 from gpus import COUNT, KIND
@@ -31,37 +31,10 @@ from autosplit.plan.plan import Plan
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason="needs two cards")]
 
 LIMIT_S = 240
-NUM_SAMPLES = 20
-SHARES = (2, 6)
-
-
-def plan_of_cards() -> Plan:
-    """Return a plan with unequal splits for the first two GPUs that all processes together see."""
-    plan = make_plan(SHARES, NUM_SAMPLES, device=f"{KIND}:{{}}")
-    known = [
-        replace(device, name=card.name, uuid=card.uuid)
-        for device, card in zip(plan.devices, visible_devices(KIND), strict=False)
-    ]
-    return replace(plan, devices=tuple(known))
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
-
-
-def samples() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return tuple(torch.randn(NUM_SAMPLES, size, dtype=torch.float64, generator=generator) for size in (5, 1))
 
 
 def gradient_of(module: nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten().cpu() for p in module.parameters() if p.grad is not None])
-
-
-def contexts_here() -> list[int] | None:
-    """Return the GPUs on which this process has a context, as global numbers. A real driver does not report them."""
-    return list(emulated.contexts().get(os.getpid(), ())) if KIND == "emu" else None
 
 
 def trained_by(ctx: ddp.Context) -> dict[str, Any]:
