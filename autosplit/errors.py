@@ -6,6 +6,7 @@ import functools
 import inspect
 import linecache
 import os
+import re
 import sysconfig
 import traceback
 import warnings
@@ -244,6 +245,22 @@ def causes_of(error: BaseException, *, contexts: bool = False) -> Iterator[BaseE
         seen.add(id(link))
         yield link
         link = link.__cause__ or (link.__context__ if contexts else None)
+
+
+_BROKEN_OFF = re.compile(
+    # gloo raises plain RuntimeErrors, and so does an aborted NCCL group (last pattern). Other errors are DistErrors.
+    r"gloo/transport|Connection (?:closed|reset) by peer|Broken pipe|NCCL (?:communicator|error|operation)"
+)
+
+
+def is_broken_off(error: BaseException) -> bool:
+    """Return whether a collective failed, because another rank ended or did not join it in time."""
+    from torch.distributed import DistError
+
+    return any(
+        isinstance(link, DistError) or (isinstance(link, RuntimeError) and _BROKEN_OFF.search(str(link)))
+        for link in causes_of(error, contexts=True)
+    )
 
 
 def advise(error: BaseException, advice: str) -> None:

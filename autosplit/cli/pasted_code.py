@@ -157,7 +157,7 @@ def _own_step_lines(plan: Plan, of: str) -> Iterator[str]:
 
 
 def _device_of_batches(plan: Plan, of: str) -> str:
-    """Return the expression for the device to which `steps` moves batches. Empty if the wrapper moves the inputs.
+    """Return the expression for the device of the batches in `steps`. Empty if the wrapper moves the inputs.
 
     On several devices the wrapper moves them. On the first device, the whole batch would need more memory.
     """

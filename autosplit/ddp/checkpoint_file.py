@@ -144,6 +144,6 @@ def _first_line(error: BaseException) -> str:
     refused = re.search(
         r"WeightsUnpickler error: (?:Unsupported global: GLOBAL )?([^\n]*?)(?: was not an allowed|\. |\n|$)", str(error)
     )
-    if refused:  # skip the 12 lines in which torch suggests weights_only=False
+    if refused:  # skip 12 lines, where torch suggests weights_only=False
         return refused[1]
     return first_line(error).rstrip(".")

@@ -89,7 +89,7 @@ def fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
         difference = f"not the state of {kind}. It lacks {', '.join(lacks)}" if lacks else None
     if difference is not None:
         raise CheckpointError(
-            f"{name!r} is {difference}. Create {name} as it was when it was saved, or leave {name}= out",
+            f"{name!r} is {difference}. Create {name} with the settings of the saved one, or leave {name}= out",
         )
     return state
 

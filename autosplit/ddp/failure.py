@@ -16,16 +16,12 @@ place of each rank (see `progress`).
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from torch import distributed as dist
-
-from autosplit.errors import causes_of
 from autosplit.text import printable
 
 HEAD_START_S = 2.0
@@ -33,11 +29,6 @@ HEAD_START_S = 2.0
 
 TOLD_AFTER_S = 15.0
 """Waiting time in seconds after which a rank prints which method the other ranks must call."""
-
-_BROKEN_OFF = re.compile(
-    # gloo raises plain RuntimeErrors, and so does an aborted NCCL group (last pattern). Other errors are DistErrors.
-    r"gloo/transport|Connection (?:closed|reset) by peer|Broken pipe|NCCL (?:communicator|error|operation)"
-)
 
 
 @contextmanager
@@ -57,14 +48,6 @@ def recorded() -> Iterator[None]:
 def is_failure(error: BaseException) -> bool:
     """Return whether an exception is an error, and not ``sys.exit(0)`` or a closed generator."""
     return not (isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0)))
-
-
-def is_broken_off(error: BaseException) -> bool:
-    """Return whether a collective failed, because another rank ended or did not join it in time."""
-    return any(
-        isinstance(link, dist.DistError) or (isinstance(link, RuntimeError) and _BROKEN_OFF.search(str(link)))
-        for link in causes_of(error, contexts=True)
-    )
 
 
 def abort_group(group: Any) -> None:

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from autosplit.ddp.failure import HEAD_START_S, is_broken_off, is_failure, print_line
-from autosplit.errors import RankFailedError, one_line, user_frames
+from autosplit.ddp.failure import HEAD_START_S, is_failure, print_line
+from autosplit.errors import RankFailedError, is_broken_off, one_line, user_frames
 from autosplit.parallel.step_listener import StepListener
 
 _PUBLISH_EVERY_S = 1.0
@@ -151,7 +151,7 @@ class Progress(StepListener):
     def _found(self) -> dict[int, tuple[str, str]]:
         """Return the last message of each other rank: its kind ("failed", "left", "waits" or "silent"), and its text.
 
-        A "silent" rank did not say that it waits or ended. Its text is the last place that it published.
+        A "silent" rank has published no message that it waits or ended. Its text is the last place that it published.
         """
         found = dict.fromkeys(self._others, ("silent", "at an unknown place"))
         with suppress(Exception):  # rank 0 may have ended, and it may have the store

@@ -8,7 +8,6 @@ The messages use their own process group, so a step that hangs or fails does not
 from __future__ import annotations
 
 import contextlib
-import re
 import signal
 import threading
 import time
@@ -19,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import distributed as dist
 
-from autosplit.errors import AutosplitError, RankFailedError, from_user_code, one_line
+from autosplit.errors import AutosplitError, RankFailedError, from_user_code, is_broken_off, one_line
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.runtime.trainee import ran_a_step
 
@@ -36,9 +35,6 @@ CUT_S = 10.0
 
 LOOK_EVERY_S = 0.1
 """Time in seconds between two looks whether another rank failed."""
-
-_WAITED = re.compile(r"gloo|NCCL|[Tt]imed out waiting|Connection (?:closed|reset)")
-"""torch's messages if the other end of a collective is gone (gloo transport/tcp/*.cc, ProcessGroupNCCL.cpp)."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +193,7 @@ class Peers:
         """Return whether an error prevents this rank from sending another message to the other ranks."""
         if isinstance(error, KeyboardInterrupt):
             return not self.stopped  # A second Ctrl-C raises at once, even during a message.
-        return not isinstance(error, AutosplitError) and has_waited(error)
+        return not isinstance(error, AutosplitError) and is_broken_off(error)
 
     def all_run(self, run: Callable[[], T]) -> list[T]:
         """Call a function on every rank, and return each rank's result. If it raises on any rank, all ranks leave.
@@ -257,7 +253,7 @@ class Peers:
             with self._attempts.next(cut):
                 value = run()
         except (Exception, SystemExit) as error:  # noqa: BLE001  # the other ranks wait for an answer
-            waited = self._attempts.was_cut or has_waited(error)
+            waited = self._attempts.was_cut or is_broken_off(error)
             users = isinstance(error, SystemExit) or ran_a_step(error.__traceback__)
             own = (
                 from_user_code(error, "the workload")
@@ -287,10 +283,5 @@ class Peers:
             exit_code=error.exit_code if isinstance(error, AutosplitError) else 1,
             frames=getattr(error, "frames", ()) if known else (),
             lacks_memory=isinstance(error, OutOfMemoryError) and not isinstance(error, DoesNotFitError),
-            waited=has_waited(error),
+            waited=is_broken_off(error),
         )
-
-
-def has_waited(error: BaseException) -> bool:
-    """Return whether an error comes from a collective whose other end is gone."""
-    return isinstance(error, RuntimeError) and bool(_WAITED.search(str(error)))

@@ -20,11 +20,11 @@ from autosplit.ddp.failure import HEAD_START_S, recorded
 from autosplit.ddp.rendezvous import Place, explain_loopback, meeting_place, place_here, store_of_group
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
-from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, one_line
+from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, is_broken_off, one_line
 from autosplit.launcher import end_with_launcher
 from autosplit.probe.request import Request
 from autosplit.profiles.key import machine_of
-from autosplit.tuning.peers import Interrupts, Peers, has_waited
+from autosplit.tuning.peers import Interrupts, Peers
 from autosplit.tuning.worker import Job, refuse_differing, torch_device
 
 _TALKS = itertools.count()
@@ -178,7 +178,7 @@ def _broken_off_named(place: Place) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, AutosplitError) or not has_waited(error):
+        if isinstance(error, AutosplitError) or not is_broken_off(error):
             raise
         time.sleep(HEAD_START_S)
         raise RankFailedError(
