@@ -12,6 +12,8 @@ from typing import Any
 from autosplit.errors import InputError
 
 ADDONS = {
+    "attention_of": "sim.simulated:attention_of_runtime",
+    "build_simulated": "sim.prepare:build_simulated",
     "cards_of_examination": "tools.examination:cards_of_examination",
     "ceiling_plot": "tools.ceiling_plot:plot_ceilings",
     "check_plot": "tools.ceiling_plot:check_plot",
@@ -23,7 +25,10 @@ ADDONS = {
     "named_workload": "sim.named_workload:named_workload",
     "oom_cuts": "tools.oom_cuts:cuts_of_loader",
     "plan_for_job_devices": "tools.other_devices:plan_for_job_devices",
+    "prepare_simulated": "sim.prepare:prepare_simulated",
     "shard": "tools.fsdp:shard",
+    "simulated_changes": "sim.sensitivity:simulated_changes",
+    "simulated_without": "sim.sensitivity:simulated_without",
     "slow_ranks": "tools.slow_ranks:SlowRanks",
     "token_sampler": "tools.token_sampler:TokenBatchSampler",
     "tune_best": "tools.tune_best:tune_best",

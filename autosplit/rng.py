@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,6 +59,30 @@ class ExtremeDraws:
             yield
         finally:
             random.random = by_chance
+
+
+MOST_DECIDED_BY = 64
+"""Size of the largest draw that may decide which layers run. Models do not branch on each element of a larger draw."""
+
+_DRAWS = frozenset(
+    getattr(packet, overload)
+    for packet in (torch.ops.aten.rand, torch.ops.aten.uniform_, torch.ops.aten.bernoulli, torch.ops.aten.bernoulli_)
+    for overload in packet.overloads()
+    if "out" not in overload
+)
+
+
+def number_for(draws: ExtremeDraws, func: Any, args: Sequence[Any], drawn: torch.Tensor) -> float | None:
+    """Return the extreme number for the output of an operator that draws few random numbers, or None for others."""
+    number = draws.draw() if func in _DRAWS and drawn.numel() <= MOST_DECIDED_BY else None
+    if number is None:
+        return None
+    if "bernoulli" in func.name():
+        return float(round(number))
+    if func is torch.ops.aten.uniform_.default:
+        low, high = args[1] if len(args) > 1 else 0.0, args[2] if len(args) > 2 else 1.0
+        return float(low + (high - low) * number)
+    return number
 
 
 class RngState:

@@ -33,8 +33,8 @@ from torch.nn import functional as F
 
 from autosplit import BalancedDataParallel, Workload, parse_devices
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.simulated import SimulatedRuntime
-from autosplit.runtime.tracer import make_tracer
+from autosplit.sim.simulated import SimulatedRuntime
+from autosplit.sim.tracer import make_tracer
 
 CPU_LIMIT = 1.05
 """Largest time of a step on the CPU, as a share of the handwritten loop."""

@@ -5,8 +5,8 @@
 
 Every method runs the same training step on a device with an enforced memory budget. Each gets a copy of the same
 workload, with optimizer state. Lightning's and accelerate's own code chooses the sizes. If a step runs out of memory,
-it raises an error that they recognise. Steps are counted when they begin, in autosplit's search, too. Traces with real
-tensors count as steps. Traces with fake tensors only take time.
+it raises an error that they recognise. Steps are counted when they begin, in autosplit's search, too. On the CPU,
+autosplit also runs steps of few samples, which predict the memory of larger steps.
 
 With a GPU, the comparison is repeated at four memory limits.
 """
@@ -46,14 +46,15 @@ from autosplit import Workload, find_ceiling, parse_devices
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
 from autosplit.runtime.accelerator import AcceleratorRuntime
-from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.simulated import traced_peaks
-from autosplit.runtime.tracer import make_tracer
 from autosplit.runtime.tracked_step import run_placed
 from autosplit.runtime.trainee import Trainee
+from autosplit.sim.fake_copy import fake_mode
+from autosplit.sim.fake_trainee import FakeTrainee
+from autosplit.sim.simulated import traced_peaks
+from autosplit.sim.tracer import make_tracer
 from autosplit.solve.memory import largest_fitting
 
 THREADS = 1
@@ -103,7 +104,7 @@ class Meter:
 
         @functools.wraps(real)
         def step(trainee: Trainee, models: Any, batches: Any, sizes: Any, *rest: Any, **options: Any) -> None:
-            if trainee.fake_mode is not None:
+            if isinstance(trainee, FakeTrainee):
                 return real(trainee, models, batches, sizes, *rest, **options)
             self.samples.append(sum(sizes))
             try:

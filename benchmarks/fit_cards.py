@@ -1,4 +1,4 @@
-"""Fit the kernel rates in ``autosplit/runtime/kernel_rates.json`` to published step times.
+"""Fit the kernel rates in ``autosplit/sim/kernel_rates.json`` to published step times.
 
     python benchmarks/fit_cards.py [--cache DIR] [--seed 0] [--write]
 
@@ -24,10 +24,10 @@ from published import HELD_OUT, Row, fitted_models, kept_at, rows, trace
 from scipy.optimize import least_squares
 
 from autosplit.devices.catalog import GpuSpec, find_card
-from autosplit.runtime.kernel_time import KernelRates, host_seconds, kernel_rates, kernel_seconds, work_codes
-from autosplit.runtime.op_cost import Work
+from autosplit.sim.kernel_time import KernelRates, host_seconds, kernel_rates, kernel_seconds, work_codes
+from autosplit.sim.op_cost import Work
 
-RATES = Path(__file__).parents[1] / "autosplit" / "runtime" / "kernel_rates.json"
+RATES = Path(__file__).parents[1] / "autosplit" / "sim" / "kernel_rates.json"
 RESULTS = Path(__file__).parent / "results" / "fit_cards.json"
 
 PRIOR = 0.7

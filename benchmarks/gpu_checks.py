@@ -347,7 +347,7 @@ def workload():
 def _sticky_error() -> tuple[bool, dict[str, Any]]:
     import tempfile
 
-    from autosplit.runtime.prepare import isolated_runtime
+    from autosplit.runtime.prepare import build, prepare
 
     _only_cuda()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
@@ -357,8 +357,8 @@ def _sticky_error() -> tuple[bool, dict[str, Any]]:
         import gpu_breaks  # type: ignore[import-not-found]
 
         devices = autosplit.parse_devices(GPU)
-        runtime = isolated_runtime(gpu_breaks.workload, devices, (2 * GIB,), closing)
-        assert runtime is not None
+        built = build(gpu_breaks.workload, devices)
+        runtime = prepare(built, devices, (2 * GIB,), closing, largest_batch=64, isolate=True).runtime
         seen = []
         for size in (8, 32, 8):
             began_s = time.perf_counter()

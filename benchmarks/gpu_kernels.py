@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit import Workload
-from autosplit.runtime.simulated import traced_peaks
-from autosplit.runtime.tracer import make_tracer
+from autosplit.sim.simulated import traced_peaks
+from autosplit.sim.tracer import make_tracer
 from autosplit.workload.batch import resize
 from autosplit.workload.workload import PRECISIONS
 

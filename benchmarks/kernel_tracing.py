@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,14 +25,15 @@ from torch import Tensor, _meta_registrations
 
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
-from autosplit.runtime import memory_tracker
-from autosplit.runtime import tracer as tracer_module
-from autosplit.runtime.gpu_kernels import GpuKernels
-from autosplit.runtime.memory_tracker import Tracker
-from autosplit.runtime.op_cost import running_part
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.simulated import SimulatedRuntime
-from autosplit.runtime.tracer import Tracer, make_tracer
+from autosplit.sim import fake_trainee, trace_tracker
+from autosplit.sim import tracer as tracer_module
+from autosplit.sim.fake_trainee import FakeTrainee
+from autosplit.sim.gpu_kernels import GpuKernels
+from autosplit.sim.op_cost import running_part
+from autosplit.sim.simulated import SimulatedRuntime
+from autosplit.sim.trace_tracker import TraceTracker
+from autosplit.sim.tracer import Tracer, make_tracer
 
 STUB = Path(__file__).with_name("cuda_stub") / "cuda_stub.c"
 TIMED_ON = "sim:A100-40GB"
@@ -65,7 +67,7 @@ class Row:
         return {name: value for name, value in asdict(self).items() if value}
 
 
-class _BackwardTracker(Tracker):
+class _BackwardTracker(TraceTracker):
     """A tracker that notes the memory in use when the backward begins."""
 
     saved_bytes: int | None = None
@@ -85,13 +87,13 @@ def _kept_trackers() -> Iterator[list[_BackwardTracker]]:
         trackers.append(_BackwardTracker(*args, **kwargs))
         return trackers[-1]
 
-    with patch.object(tracer_module, "Tracker", made):
+    with patch.object(tracer_module, "TraceTracker", made):
         yield trackers
 
 
 def _without_inner_memory() -> Any:
     """Count outputs of operators only: meta kernels allocate nothing inside."""
-    return patch.object(memory_tracker, "WITH_INNER_MEMORY", frozenset())
+    return patch.object(trace_tracker, "WITH_INNER_MEMORY", frozenset())
 
 
 def traced(case: Case, capability: int, make: Callable[[Case, int], tuple[Tracer, str]]) -> Row:
@@ -145,7 +147,16 @@ def cuda_tracer(case: Case, capability: int) -> tuple[Tracer, str]:
     if 10 * major + minor != capability:
         raise RuntimeError(f"the GPU has compute capability {major}.{minor}; expected {capability / 10}")
     build = case.build_for_cuda or case.build
-    return Tracer(build(), fake=True, like_gpu=True, device=torch.device("cuda:0")), ""
+    with _copies_on(torch.device("cuda:0")):
+        return Tracer(build(), fake=True, like_gpu=True), ""
+
+
+@contextmanager
+def _copies_on(device: torch.device) -> Iterator[None]:
+    """Make copies with fake tensors on a device. autosplit makes them on the CPU."""
+    made = partial(FakeTrainee, device=device)
+    with patch.object(fake_trainee, "CPU", device), patch.object(fake_trainee, "FakeTrainee", made):
+        yield
 
 
 class _OwnFunctions:

@@ -44,13 +44,13 @@ from torch.nn import functional as F
 
 from autosplit.devices.catalog import find_card
 from autosplit.devices.spec import parse_devices
-from autosplit.runtime.fake_copy import built_without_memory, fake_mode
-from autosplit.runtime.gpu_kernels import GpuKernels
-from autosplit.runtime.op_cost import OpCost
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.simulated import SimulatedRuntime
-from autosplit.runtime.tracer import Trace, Tracer
 from autosplit.runtime.trainee import Trainee
+from autosplit.sim.fake_copy import built_without_memory, fake_mode
+from autosplit.sim.gpu_kernels import GpuKernels
+from autosplit.sim.op_cost import OpCost
+from autosplit.sim.simulated import SimulatedRuntime
+from autosplit.sim.tracer import Trace, Tracer
 from autosplit.workload.workload import Workload
 
 TABLE = Path(__file__).with_name("published.csv")

@@ -32,11 +32,11 @@ from torch import nn
 
 from autosplit.devices.catalog import find_card
 from autosplit.devices.spec import parse_devices
-from autosplit.runtime.fake_copy import built_without_memory, fake_mode
-from autosplit.runtime.gpu_kernels import GpuKernels
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.simulated import SimulatedRuntime
-from autosplit.runtime.tracer import Tracer
+from autosplit.sim.fake_copy import built_without_memory, fake_mode
+from autosplit.sim.gpu_kernels import GpuKernels
+from autosplit.sim.simulated import SimulatedRuntime
+from autosplit.sim.tracer import Tracer
 from autosplit.workload.compiled import FUSED_SHARE
 from autosplit.workload.workload import Workload
 

@@ -29,12 +29,12 @@ from torch.nn import functional as F
 
 from autosplit.devices.catalog import find_card
 from autosplit.devices.spec import parse_devices
-from autosplit.runtime.fake_copy import built_without_memory, fake_mode
-from autosplit.runtime.gpu_kernels import GpuKernels
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.simulated import SimulatedRuntime, attention_of
-from autosplit.runtime.tracer import Tracer
+from autosplit.sim.fake_copy import built_without_memory, fake_mode
+from autosplit.sim.gpu_kernels import GpuKernels
 from autosplit.sim.nf4_linear import quantize_linear
+from autosplit.sim.simulated import SimulatedRuntime, attention_of
+from autosplit.sim.tracer import Tracer
 from autosplit.workload.workload import Workload
 
 TABLE = Path(__file__).with_name("published_language.csv")

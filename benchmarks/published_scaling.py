@@ -35,10 +35,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from autosplit.runtime.fake_copy import built_without_memory, fake_mode
 from autosplit.sim.cluster import Cluster, parse_cluster
 from autosplit.sim.cluster_kinds import RankKind, buckets_of, even_arrivals, measured_kinds
 from autosplit.sim.cluster_prediction import ClusterScaling, scaled, step_of
+from autosplit.sim.fake_copy import built_without_memory, fake_mode
 from autosplit.solve.step_time import TimeCurve
 from autosplit.workload.workload import Workload
 

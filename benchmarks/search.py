@@ -59,13 +59,13 @@ import architectures
 from autosplit import Plan, Workload, parse_devices, tune
 from autosplit.devices.device import Device
 from autosplit.oom import OutOfMemoryError
-from autosplit.runtime import prepare, simulated
-from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.op_cost import Move, Work
 from autosplit.runtime.protocol import Measurement, StepShape
-from autosplit.runtime.simulated import SimulatedRuntime, _Whole
-from autosplit.runtime.tracer import Event, Trace, Tracer, make_tracer
+from autosplit.sim import prepare, simulated
+from autosplit.sim.affine_traces import AffineTraces
+from autosplit.sim.op_cost import Move, Work
+from autosplit.sim.simulated import SimulatedRuntime, _Whole
+from autosplit.sim.tracer import Event, Trace, Tracer, make_tracer
 from autosplit.solve.fastest_split import fastest_split
 from autosplit.solve.split import even_split, micro_batch_sizes, proportional_split
 from autosplit.solve.step_time import TimeCurve, overlapped_seconds

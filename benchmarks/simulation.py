@@ -41,8 +41,8 @@ from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.simulated import SimulatedRuntime
-from autosplit.runtime.tracer import Tracer, make_tracer
+from autosplit.sim.simulated import SimulatedRuntime
+from autosplit.sim.tracer import Tracer, make_tracer
 from autosplit.solve.memory import largest_fitting
 from autosplit.workload.workload import Workload
 
@@ -192,7 +192,7 @@ class Place:
         if not self.timed:
             trainee = training_copy(workload, device=torch.device("cpu"))
             try:
-                yield CpuRuntime(devices, capacities_bytes, trainee)
+                yield CpuRuntime(devices, capacities_bytes, trainee, MOST)
             finally:
                 trainee.restore()
             return

@@ -95,7 +95,7 @@ def tracker_chart(entries: tuple[Entry, ...]) -> dict[str, Any]:
     held: Counter[str] = Counter()
     seen = dict.fromkeys(KINDS, 0.0)
     values = [{"x": 0, "kind": KINDS[kind], "y": 0.0} for kind in KINDS]
-    for place, (kind, _, nbytes, _) in enumerate(entries, 1):
+    for place, (kind, _, nbytes) in enumerate(entries, 1):
         held[kind if kind in KINDS else "activations"] += nbytes
         now = {name: held[name] / 2**20 for name in KINDS}
         if max(abs(now[name] - seen[name]) for name in KINDS) >= LEAST_SEEN_MIB:

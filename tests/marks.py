@@ -16,6 +16,11 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def whole(*values: Any) -> Any:
+    """Leave a test with these values out of the tests of the core alone, because it needs `sim`, for example."""
+    return pytest.param(*values, marks=pytest.mark.whole)
+
+
 def for_release(*values: Any) -> Any:
     """Run a test with these values only if `AUTOSPLIT_RELEASE` is set. Other values of it run in every slow stage."""
     return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.release])

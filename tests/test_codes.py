@@ -102,7 +102,7 @@ def test_messages_are_searched_only_where_torch_or_a_tool_wrote_them() -> None:
         ("errors.py", "'tensors to be on the same device'"),  # of torch's operators
         ("errors.py", "text"),  # the lack of a device
         ("parallel/parallel_apply.py", "f'in replica {position} on device'"),  # of torch's parallel_apply
-        ("runtime/data_dependent.py", "text"),  # of operators without a fake version
+        ("sim/data_dependent.py", "text"),  # of operators without a fake version
         ("workload/model_call.py", "'argument'"),  # of Python's calls
         ("workload/model_call.py", "'positional argument'"),
     }

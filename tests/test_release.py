@@ -60,7 +60,7 @@ def test_the_sdist_makes_a_wheel_that_holds_the_package_alone(tmp_path):
         metadata = wheel.read(f"{name}.dist-info/METADATA").decode()
     about = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
     assert held == files_of(ROOT / "autosplit") | {f"{name}.dist-info/{one}" for one in about}
-    data = {"py.typed", "devices/gpus.toml", "runtime/kernel_rates.json", "tools/templates/report.html.j2"}
+    data = {"py.typed", "devices/gpus.toml", "sim/kernel_rates.json", "tools/templates/report.html.j2"}
     assert {f"autosplit/{one}" for one in data} <= held
     assert f"\nVersion: {PROJECT['version']}\n" in metadata
 

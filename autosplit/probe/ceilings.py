@@ -1,9 +1,9 @@
 """Find the number of samples that fit on each device.
 
-A ceiling is predicted from traces, checked with a small real step, and confirmed by a step of exactly this size. On
-accelerators a real step costs less than a trace, so a few real steps decide, and traces choose the first size. For
-simulated GPUs the trace decides. On a CPU without a budget, time is the limit, and the batch grows until a larger batch
-is hardly faster. The search never doubles the batch until it runs out of memory.
+On accelerators, real steps decide, each closer to the size at which memory runs out. Where bytes are counted, steps of
+few samples predict the ceiling, and a step of exactly this size confirms it. For simulated GPUs, the prediction
+decides. On a CPU without a budget, time is the limit, and the batch grows until a larger batch is hardly faster. The
+search never doubles the batch until it runs out of memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autosplit.oom import DoesNotFitError, OutOfMemoryError, StepLostError, is_k
 from autosplit.probe.prober import Prober, named_steps
 from autosplit.probe.wall_search import WallSearch
 from autosplit.runtime.protocol import StepShape
-from autosplit.solve.memory import Ceiling, Limit, Role, largest_fitting
+from autosplit.solve.memory import Ceiling, Limit, MemoryParts, Role, largest_fitting
 from autosplit.solve.step_time import TimeCurve
 from autosplit.text import size_text
 
@@ -65,40 +65,40 @@ def ceiling_of(
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
     prober.report(f"probing device {index + 1} of {len(prober.runtime.devices)}: {device.label} as {role}")
     most = most or prober.max_batch_size
-    start = min(max(prober.least_batch(), start or prober.tracer.workload.sample_batch_size), most)
-    steps, ooms = prober.counts.steps, prober.counts.ooms
-    traces = _Traces(prober, index, prober.shapes(index, role, elsewhere, accumulates))
-    found = 0 if prober.decides_by_steps else traces.largest(start, most)
-    predict: Callable[[int], float] = traces
+    start = min(max(prober.least_batch, start or prober.workload.sample_batch_size), most)
+    steps, ooms = prober.steps, prober.ooms
+    counted = _Predictions(prober, index, prober.shapes(index, role, elsewhere, accumulates))
+    found = 0 if prober.decides_by_steps else counted.largest(start, most)
+    predict: Callable[[int], float] = counted
     corrected, ran = predict, dict[int, int]()
     limit: Limit = "memory"
     if prober.decides_by_steps or (found and not prober.runtime.simulated):
-        search, limit = _by_steps(traces, role, found or start, most)
+        search, limit = _by_steps(counted, role, found or start, most)
         found, corrected, ran = search.found, search.corrected, search.allocated
         if prober.keeps_distance(index):
             found = search.predicted(capacity_bytes)
-        predict = corrected if prober.decides_by_steps else traces
+        predict = corrected if prober.decides_by_steps else counted
     if limit == "memory" and found >= most:
         limit = "max_batch_size"
     elif limit == "memory" and prober.out_of_time and corrected(found + 1) <= capacity_bytes:
         limit = "time"
-    known = ran if prober.decides_by_steps else {**traces.known, **ran}
+    known = ran if prober.decides_by_steps else {**counted.known, **ran}
     return _made(
         *(prober, index, role, found, limit, predict),
         peak_bytes=ran.get(found) or (int(predict(found)) if found else 0),
-        steps=prober.counts.steps - steps,
-        ooms=prober.counts.ooms - ooms,
+        steps=prober.steps - steps,
+        ooms=prober.ooms - ooms,
         confirmed=found > 0 and not prober.runtime.simulated and (found in ran or not prober.decides_by_steps),
         points=tuple((n, known[n], n in ran) for n in sorted(known)),
     )
 
 
 def predicted_ceiling(prober: Prober, index: int, role: Role, *, accumulates: bool, start: int) -> int:
-    """Predict a ceiling from traces only. Return 0 if not even one sample fits, and `start` if there are no traces."""
-    if not prober.has_traces:
+    """Predict a ceiling. Return 0 if not even one sample fits, and `start` on accelerators."""
+    if prober.decides_by_steps:
         return start  # Trials will show whether this size fits.
-    traces = _Traces(prober, index, prober.shapes(index, role, (), accumulates))
-    return traces.largest(max(1, start), prober.max_batch_size)
+    predictions = _Predictions(prober, index, prober.shapes(index, role, (), accumulates))
+    return predictions.largest(max(1, start), prober.max_batch_size)
 
 
 def ceiling_by_time(prober: Prober, needed: int = 0, role: Role = "primary") -> tuple[TimeCurve, Ceiling]:
@@ -111,16 +111,16 @@ def ceiling_by_time(prober: Prober, needed: int = 0, role: Role = "primary") -> 
     Args:
         needed: Samples that must run at once, even if a smaller batch is as fast.
     """
-    most, steps = prober.max_batch_size, prober.counts.steps
+    most, steps = prober.max_batch_size, prober.steps
     points: list[tuple[int, float]] = []
-    n = prober.least_batch()
+    n = prober.least_batch
     if n > most:
         raise does_not_fit(prober, 0)
     shape_of = prober.shapes(0, role, (), False)
-    sample = min(prober.tracer.workload.sample_batch_size, most)
+    sample = min(prober.workload.sample_batch_size, most)
     while True:
         try:
-            peak_bytes = prober.traced(shape_of(n))[0]
+            peak_bytes = prober.predicted(shape_of(n))[0]
         except UserCodeError:
             if points or n >= sample:
                 raise
@@ -139,13 +139,13 @@ def ceiling_by_time(prober: Prober, needed: int = 0, role: Role = "primary") -> 
         n = min(2 * n, most)
     if not points:
         raise does_not_fit(prober, 0)
-    traced = {size: prober.traced(shape_of(size))[0] for size, _ in points}
+    predicted = {size: prober.predicted(shape_of(size))[0] for size, _ in points}
     return TimeCurve.of(points), _made(
-        *(prober, 0, role, points[-1][0], limit, lambda size: prober.traced(shape_of(size))[0]),
-        peak_bytes=traced[points[-1][0]],
-        steps=prober.counts.steps - steps,
+        *(prober, 0, role, points[-1][0], limit, lambda size: prober.predicted(shape_of(size))[0]),
+        peak_bytes=predicted[points[-1][0]],
+        steps=prober.steps - steps,
         confirmed=True,
-        points=tuple((size, nbytes, False) for size, nbytes in sorted(traced.items())),
+        points=tuple((size, nbytes, False) for size, nbytes in sorted(predicted.items())),
     )
 
 
@@ -172,7 +172,7 @@ def _made(
     fixed_bytes, bytes_per_sample = prober.line(predict, found)
     _log.info(
         "%s as %s: the ceiling is %d samples, limited by %s, %s: %s of %s",
-        *(device.label, role, found, limit, "a step of it ran" if confirmed else "by traces"),
+        *(device.label, role, found, limit, "a step of it ran" if confirmed else "predicted"),
         *(size_text(peak_bytes), size_text(capacity_bytes)),
     )
     return Ceiling(
@@ -192,8 +192,8 @@ def _made(
 
 
 @dataclass
-class _Traces:
-    """Predict the memory of one device in one kind of step from traces.
+class _Predictions:
+    """Predict the memory of one device in one kind of step, where bytes are counted.
 
     Attributes:
         shape_of: Function that makes the step with n samples on the device.
@@ -206,56 +206,50 @@ class _Traces:
     known: dict[int, int] = field(default_factory=dict)
 
     def __call__(self, n: int) -> int:
-        n = max(n, self.prober.least_batch())  # A smaller batch can't be traced.
+        n = max(n, self.prober.least_batch)  # A smaller batch can't run.
         if n not in self.known:
-            self.known[n] = self.prober.traced(self.shape_of(n))[self.index]
+            self.known[n] = self.prober.predicted(self.shape_of(n))[self.index]
         return self.known[n]
 
     def largest(self, start: int, most: int) -> int:
-        """Return the largest size that fits, or 0. Trace this size, and search again if its prediction was wrong."""
-        least, capacity_bytes = self.prober.least_batch(), self.prober.runtime.capacities_bytes[self.index]
+        """Return the largest size that fits, or 0. Search again if the prediction of this size was wrong."""
+        least, capacity_bytes = self.prober.least_batch, self.prober.runtime.capacities_bytes[self.index]
         while True:
             found = largest_fitting(self, capacity_bytes, least=0, most=most, start=start)
-            if self.prober.foretold(self.shape_of(max(found, least))):
+            if self.prober.prediction_holds(self.shape_of(max(found, least))):
                 return 0 if found < least else found
             self.known.clear()
 
 
-def _by_steps(traces: _Traces, role: Role, start: int, most: int) -> tuple[WallSearch, Limit]:
-    """Find a ceiling by real steps.
-
-    On accelerators the steps decide. On a CPU with a budget they confirm the traces, whose memory model is exact there.
-    """
-    prober, index, least = traces.prober, traces.index, traces.prober.least_batch()
+def _by_steps(predictions: _Predictions, role: Role, start: int, most: int) -> tuple[WallSearch, Limit]:
+    """Find a ceiling by real steps. Where bytes are counted, the steps confirm the predictions."""
+    prober, index, least = predictions.prober, predictions.index, predictions.prober.least_batch
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
     # Equal devices in equal steps have equal ceilings.
     careful = prober.keeps_distance(index)
-    kind = device.name, capacity_bytes, role, len(traces.shape_of(2).splits)
+    kind = device.name, capacity_bytes, role, len(predictions.shape_of(2).splits)
     place, equal = prober.found_on.get(kind, (index, 0))
     counted = not prober.decides_by_steps
     limit: Limit = "memory"
     search = WallSearch(
-        traces if prober.has_traces else None,
+        predictions if counted else None,
         int(FILLED_SHARE * capacity_bytes) if careful else capacity_bytes,
         least,
         most,
         start=max(start, least),
-        # A trace with real tensors has already shown that a size runs, so no smaller step is needed.
-        known=(equal if place != index else 0) or (start if counted and not prober.tracer.fake else 0),
+        known=equal if place != index else 0,
         counted=counted,
     )
-    if careful and prober.has_traces and traces(least) > capacity_bytes:
-        return search, limit
     n = search.next() if most >= least else None
     while n is not None:
         if careful and search.found:
             n = min(n, max(search.found + 1, int(MOST_GROWTH * search.found)))
-        before, shape = prober.counts.steps, traces.shape_of(n)
+        before, shape = prober.steps, predictions.shape_of(n)
         try:
             with named_steps(shape):
                 peak_bytes = prober.peaks(shape)[index]
         except OutOfMemoryError as error:
-            prober.counts.ooms += 1
+            prober.ooms += 1
             search.ran_out(n, blind=isinstance(error, StepLostError))
             _log.info("ran %s: out of memory (%s)", shape, error)
         except RuntimeError as error:
@@ -267,7 +261,8 @@ def _by_steps(traces: _Traces, role: Role, start: int, most: int) -> tuple[WallS
         else:
             memory = prober.memories.get(shape)
             reserved_bytes = peak_bytes if memory is None else memory.reserved_bytes[index]
-            search.ran(n, peak_bytes, reserved_bytes, prober.counts.steps - before)
+            search.ran(n, peak_bytes, reserved_bytes, prober.steps - before)
+            search.held_bytes = 0 if counted else _held_bytes(prober.runtime.known_parts(shape)[index])
             _log.info("ran %s: %s on %s", shape, size_text(peak_bytes), device.label)
         if prober.out_of_time and search.found:
             break
@@ -278,16 +273,23 @@ def _by_steps(traces: _Traces, role: Role, start: int, most: int) -> tuple[WallS
     return search, limit
 
 
+def _held_bytes(parts: MemoryParts) -> int:
+    """Return the bytes that a step holds when its activations are largest. Gradients may not exist yet."""
+    return parts.parameters_bytes + parts.optimizer_bytes
+
+
 def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
     """Return the error for a device on which not even one sample fits, with the bytes needed and available."""
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
-    least = prober.least_batch()
+    least = prober.least_batch
     if prober.max_batch_size < least:
         return DoesNotFitError(
             f"A batch of {prober.max_batch_size} is the largest allowed, but BatchNorm trains on at least {least}. "
             f"Expected at least {least}. Raise effective_batch_size or max_batch_size.",
         )
-    needed_bytes = prober.traced(StepShape(((least,),)))[0] if prober.has_traces else 0
+    shape = prober.shapes(index, "rank", (), False)(least)
+    known_bytes = prober.runtime.known_parts(shape)[index].total_bytes
+    needed_bytes = known_bytes if prober.decides_by_steps else prober.predicted(StepShape(((least,),)))[0]
     return DoesNotFitError(
         _why_not(prober, index, needed_bytes),
         device=device.label,
@@ -305,16 +307,16 @@ def _why_not(prober: Prober, index: int, needed_bytes: int) -> str:
     if fits and (lost or prober.out_of_time):
         return (
             f"No step of the workload finished on {where}: "
-            f"{'; '.join(lost).rstrip('.') or 'the time limit was over'}. Its trace predicts {needed_bytes} bytes "
-            f"for the smallest step, and {capacity_bytes} are allowed. "
+            f"{'; '.join(lost).rstrip('.') or 'the time limit was over'}. At least {needed_bytes} bytes are needed, "
+            f"and {capacity_bytes} are allowed. "
             f"{'Run one step by itself to see why.' if lost else 'Raise time_limit_s.'}"
         )
     needs = f"it needs {size_text(needed_bytes)} ({needed_bytes} bytes)"
     if fits:
-        needs = f"a real step needs more than the {needed_bytes} bytes of its trace"
+        needs = f"a step needs more than {size_text(needed_bytes)} ({needed_bytes} bytes)"
     sharded = " Or shard the model: autosplit.tune_sharded plans FSDP2." if len(prober.runtime.devices) > 1 else ""
     return (
-        f"The workload does not fit on {where} at batch {prober.least_batch()}: {needs}, and {capacity_bytes} "
+        f"The workload does not fit on {where} at batch {prober.least_batch}: {needs}, and {capacity_bytes} "
         f"({size_text(capacity_bytes)}) are allowed. Use a smaller model, a lower precision, or a larger device."
         f"{sharded}"
     )

@@ -17,7 +17,7 @@ from autosplit.probe.prober import Prober
 from autosplit.probe.request import checked_request
 from autosplit.rng import kept_rng
 from autosplit.runtime.live_tensors import untouched
-from autosplit.runtime.prepare import build, follow, isolated_runtime, runtime_for, workload_source
+from autosplit.runtime.prepare import build, prepare, workload_source
 from autosplit.solve.memory import Ceiling, Role
 from autosplit.workload.workload import COPYING, Workload
 
@@ -39,8 +39,8 @@ def find_ceiling(
 ) -> Ceiling:
     """Find the largest number of samples that a device can run in one training step.
 
-    The ceiling is predicted from traces, checked with a small real step, and confirmed by a step of exactly this size.
-    For simulated GPUs it is only predicted. The workload is not changed.
+    On GPUs, real steps decide. On a CPU with a budget, steps of few samples predict the ceiling, and a step of exactly
+    this size confirms it. For simulated GPUs it is only predicted. The workload is not changed.
 
     Args:
         workload: A `Workload`, or a function that returns a `Workload`.
@@ -76,26 +76,26 @@ def find_ceiling(
         # A replica needs a device 0: use another GPU, or an equal device with unlimited memory.
         devices, capacities_bytes, index = _beside_companion(devices[0], capacities_bytes[0])
     with kept_rng(), ExitStack() as closing:
-        isolated = None
-        if isolate:
-            isolated = isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=request.deadline.end_s)
         built = build(source, devices)
         closing.enter_context(untouched(built.workload))
-        followed = follow(built, devices, closing, isolated)
-        runtime = runtime_for(devices, capacities_bytes, followed, closing)
+        deadline_s = request.deadline.end_s
+        options: dict[str, Any] = {"largest_batch": request.largest_batch, "isolate": isolate}
+        prepared = prepare(built, devices, capacities_bytes, closing, deadline_s=deadline_s, **options)
         prober = Prober(
-            runtime,
-            followed.tracer,
+            prepared.runtime,
+            prepared.workload,
             request.largest_batch,
             num_ranks=2 if role == "rank" else 1,
             exact=exact,
-            deadline_s=request.deadline.end_s,
+            deadline_s=deadline_s,
         )
         found = ceiling_of(prober, index, role)
         if found.batch_size == 0:
             raise does_not_fit(prober, index)
-        lost = () if isolated is None else isolated.notes
-        return replace(found, role=asked, device=request.devices[0].label, notes=(*followed.notes, *lost))
+        lost = () if prepared.isolated is None else prepared.isolated.notes
+        return replace(
+            found, role=asked, device=request.devices[0].label, notes=(*prober.notes(), *prepared.notes, *lost)
+        )
 
 
 def _holding(workload: Workload, role: Role) -> Workload:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from autosplit.devices.host_memory import available_host_bytes
@@ -23,9 +24,9 @@ from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_comparison import LEAST_SAMPLES, Comparison, begin
 from autosplit.probe.gradient_runs import TooDearError
 from autosplit.rng import kept_rng
-from autosplit.runtime.fake_copy import built_without_memory, fake_mode, mode_of
 from autosplit.runtime.live_tensors import untouched
 from autosplit.runtime.prepare import build, workload_source
+from autosplit.torch_versions import FakeTensor
 from autosplit.workload.batch import chunk
 from autosplit.workload.samples import batch_size_of
 from autosplit.workload.tree import tensors_of
@@ -69,18 +70,11 @@ def check(workload: Any) -> tuple[Check, ...]:
         UserCodeError: The workload's own code raised on its sample batch.
     """
     source = workload_source(workload, None, {})
+    if not isinstance(source, Workload):
+        _refuse_too_large(_made_without_memory(source))
     with kept_rng():
-        # For a simulated device, a large model is built without allocating memory.
-        first = build(source, parse_devices("sim:H100-80GB"))
-        needed_bytes, available_bytes = _gradients_bytes(modules_of(first.workload)), available_host_bytes()
-        if needed_bytes > available_bytes:
-            raise WorkloadError(
-                f"Gradients in float64 take {needed_bytes / 2**30:.1f} GiB. Expected at most the "
-                f"{available_bytes / 2**30:.1f} GiB that this machine has available. Check the same model with fewer "
-                "layers.",
-            )
-        workload = build(source, parse_devices("cpu")).workload if first.fake else first.workload
-        built = _with_model(workload)
+        built = _with_model(build(source, parse_devices("cpu")).workload)
+        _refuse_too_large(modules_of(built))
         with untouched(built):
             found = Comparison(built, _batch_of(built)).checks()
     for one in found:
@@ -169,14 +163,23 @@ def _gradients_bytes(modules: Sequence[nn.Module]) -> int:
     return KEPT_GRADIENTS * 8 * sum(t.numel() for module in modules for t in (*module.parameters(), *module.buffers()))
 
 
+def _refuse_too_large(modules: Sequence[nn.Module]) -> None:
+    needed_bytes, available_bytes = _gradients_bytes(modules), available_host_bytes()
+    if needed_bytes > available_bytes:
+        raise WorkloadError(
+            f"Gradients in float64 take {needed_bytes / 2**30:.1f} GiB. Expected at most the "
+            f"{available_bytes / 2**30:.1f} GiB that this machine has available. Check the same model with fewer "
+            "layers.",
+        )
+
+
 def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
     """Raise TooDearError if the model can't be checked in real memory. Return whether it has real memory."""
     model: Any = workload.model
     is_made = bool(modules_of(workload))
-    modules = modules_of(workload) if is_made else (built_without_memory(model, fake_mode()),)
+    modules = modules_of(workload) if is_made else _made_without_memory(model)
     tensors = [t for module in modules_of(workload) for t in (*module.parameters(), *module.buffers())]
-    is_meta = any(t.is_meta for t in (*tensors, *tensors_of(workload.sample_batch)))
-    has_no_memory = is_meta or (is_made and mode_of(workload) is not None)
+    has_no_memory = any(t.is_meta or isinstance(t, FakeTensor) for t in (*tensors, *tensors_of(workload.sample_batch)))
     if has_no_memory and not can_be_rebuilt:
         raise TooDearError("the workload was built on the meta device or under fake tensors, so it has no values")
     needed_bytes = _gradients_bytes(modules)
@@ -187,6 +190,19 @@ def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
             f"over a quarter of this machine's available memory ({room_bytes / 2**30:.1f} GiB)"
         )
     return not has_no_memory
+
+
+def _made_without_memory(make: Callable[[], Any]) -> Sequence[nn.Module]:
+    """Return the modules that a function makes on the meta device, or nothing if it fails there."""
+    try:
+        with kept_rng(), torch.device("meta"):
+            made = make()
+    except Exception as error:  # noqa: BLE001  # it is made with memory below
+        _log.info("the model's size is unknown before it is made: %s", one_line(error))
+        return ()
+    if isinstance(made, nn.Module):
+        return (made,)
+    return modules_of(made) if isinstance(made, Workload) else ()
 
 
 def _affordable_samples(workload: Workload, batch: Any) -> int:

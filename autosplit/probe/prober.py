@@ -1,43 +1,31 @@
-"""Run training steps of one workload or predict them from traces, time them, and count the steps that were run."""
+"""Run or predict training steps of one workload, time them, and count what ran out of memory."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-import torch
-
 from autosplit.accelerators import is_accelerator
-from autosplit.devices.host_memory import available_host_bytes
 from autosplit.errors import AutosplitError, advise, from_user_code
+from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError, is_kernel_limit
-from autosplit.runtime.affine_traces import AffineTraces
-from autosplit.runtime.protocol import Measurement, Runtime, StepMemory, StepShape
-from autosplit.runtime.simulated import SimulatedRuntime, Traces, attention_of, traced_parts, traced_peaks
-from autosplit.runtime.tracer import Tracer
+from autosplit.runtime.protocol import Facts, Measurement, Runtime, StepMemory, StepShape
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.memory import MemoryParts, Role
 from autosplit.solve.timed_sizes import TimedSize
 from autosplit.text import ms_text
-from autosplit.workload.workload import copying
+from autosplit.workload.model_call import assumptions
+from autosplit.workload.workload import Workload
 
 _log = logging.getLogger(__name__)
 
 _MANY = 32
 """Smallest ceiling at which a single sample is not timed. One sample is 3% of this ceiling, so plans hardly use it."""
-
-
-@dataclass
-class Counts:
-    """The number of real steps, and how many of them ran out of memory."""
-
-    steps: int = 0
-    ooms: int = 0
 
 
 @dataclass
@@ -50,35 +38,41 @@ class Prober:
         exact: Confirm that one more sample than a ceiling runs out of memory.
         deadline_s: `time.monotonic()` after which no step is run to confirm a ceiling, and only two sizes are timed.
             None for no limit.
+        ooms: Number of real steps that ran out of memory.
         memories: The memory of the steps that ran on accelerators.
         found_on: The last device and its ceiling, by the device's name and capacity, role, and number of micro-steps.
     """
 
     runtime: Runtime
-    tracer: Tracer
+    workload: Workload
     max_batch_size: int
     report: Callable[[str], None] = lambda _message: None
     num_ranks: int = 0
     exact: bool = False
     deadline_s: float | None = None
-    counts: Counts = field(default_factory=Counts)
-    _has_state: bool = False
+    ooms: int = 0
     _measured: dict[StepShape, Measurement] = field(default_factory=dict)
     memories: dict[StepShape, StepMemory] = field(default_factory=dict)
     found_on: dict[tuple[str, int, Role, int], tuple[int, int]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        optimizer = self.tracer.workload.optimizer
-        self._has_state = isinstance(optimizer, torch.optim.Optimizer) and bool(optimizer.state)
+    @cached_property
+    def facts(self) -> Facts:
+        """What small steps of the workload show."""
+        return self.runtime.facts()
+
+    @property
+    def steps(self) -> int:
+        """Number of real steps so far."""
+        return self.runtime.steps
 
     @property
     def out_of_time(self) -> bool:
         """Whether the time is up. Then no further step is run to confirm a ceiling."""
         return self.deadline_s is not None and time.monotonic() >= self.deadline_s
 
-    @functools.cached_property
+    @cached_property
     def decides_by_steps(self) -> bool:
-        """Whether real steps decide what fits, and traces only choose the first size to run. True on accelerators."""
+        """Whether only real steps show what fits: on accelerators. Elsewhere, bytes are counted and predicted."""
         return is_accelerator(self.runtime.devices[0].kind)
 
     def keeps_distance(self, index: int) -> bool:
@@ -91,91 +85,50 @@ class Prober:
         return all(device.kind == "cpu" and not device.budgeted for device in self.runtime.devices)
 
     @property
-    def has_traces(self) -> bool:
-        """Whether traces can predict memory. A model that runs only on its GPU can't be traced."""
-        return self.tracer.fake or not self.decides_by_steps
-
-    @functools.cached_property
-    def _traces(self) -> Traces:
-        return self.runtime.tracer if isinstance(self.runtime, SimulatedRuntime) else AffineTraces(self.tracer)
-
     def least_batch(self) -> int:
-        """Return the smallest batch to train on: 2 if a BatchNorm layer gets one value per sample, otherwise 1."""
-        if not self.tracer.norms_over_samples:
-            return 1
-        return self._least_traced if self.has_traces else 2
+        """The smallest batch to train on: 2 if a BatchNorm layer gets one value per sample, otherwise 1."""
+        return self.facts.least_batch
 
-    @functools.cached_property
-    def _least_traced(self) -> int:
-        one = StepShape(((1,),))
-        try:
-            with named_steps(one):
-                self.tracer.trace(one)
-        except AutosplitError as error:
-            # torch nn/functional.py, _verify_batch_size. The wrapper's error has torch's error as its cause.
-            if "Expected more than 1 value per channel" not in str(error.__cause__):
-                raise
-            return 2
-        return 1
+    def notes(self) -> tuple[Note, ...]:
+        """Return a note for each argument of the workload that was assumed."""
+        return assumptions(self.workload, self.facts.loss_rule)
 
-    # Predictions from traces
+    # Predictions
 
-    def traced(self, shape: StepShape) -> tuple[int, ...]:
-        """Predict the peak bytes of each device in a step."""
-        before = self.tracer.runs
+    def predicted(self, shape: StepShape) -> tuple[int, ...]:
+        """Predict the peak bytes of each device in a step, where bytes are counted."""
         with named_steps(shape):
-            found = traced_peaks(self._traces, shape, self.runtime.devices)
-        if not self.tracer.fake:  # A trace with real tensors is a real step.
-            self.count(self.tracer.runs - before)
-        return found
+            found = self.runtime.predicted(shape)
+        assert found is not None, "steps decide on accelerators"
+        return tuple(parts.total_bytes for parts in found)
 
-    def attention(self) -> list[tuple[str, ...]]:
-        """Return the attention back ends on each device, as traced."""
-        return attention_of(self._traces, self.runtime.devices)
+    def prediction_holds(self, shape: StepShape) -> bool:
+        """Return whether the prediction of a step was right. If it was wrong, later predictions may differ."""
+        with named_steps(shape):
+            holds = self.runtime.prediction_holds(shape)
+        if not holds:
+            self._measured.clear()  # another code path may also take a different time
+        return holds
 
-    def foretold(self, shape: StepShape) -> bool:
-        """Trace a step and return whether its prediction was right.
+    def parts(self, shape: StepShape, peaks: Sequence[int], *, measured: bool = True) -> tuple[MemoryParts | None, ...]:
+        """Return the parts of the devices' peaks, or None if they are unknown.
 
-        If the prediction was wrong, similar steps are traced from now on instead of predicted.
+        Args:
+            measured: Whether a step had these peaks. Then bytes beyond a prediction are not activations.
         """
-        if not isinstance(self._traces, AffineTraces) or not self.tracer.fake or self.decides_by_steps:
-            return True
-        given_up = self._traces.given_up
-        with self._traces.checking():
-            self.traced(shape)
-        if self._traces.given_up == given_up:
-            return True
-        self._measured.clear()  # another code path may also take a different time
-        return False
-
-    @functools.cached_property
-    def largest_traced(self) -> int:
-        """The largest batch to trace. With real tensors, it fits a quarter of the host's memory."""
-        if self.tracer.fake:
-            return self.max_batch_size
-        n = max(self.least_batch(), min(self.tracer.workload.sample_batch_size, self.max_batch_size))
-        fixed_bytes, bytes_per_sample = self.line(lambda size: self.traced(StepShape(((size,),)))[0], 2 * n)
-        room_bytes = available_host_bytes() / 4 - fixed_bytes
-        return max(2 * n, min(self.max_batch_size, int(room_bytes / max(1, bytes_per_sample))))
-
-    def parts(self, shape: StepShape, peaks: Sequence[int]) -> tuple[MemoryParts | None, ...]:
-        """Return the traced parts of the devices' peaks, or None if they are unknown."""
-        if not (self.tracer.fake or self.runtime.simulated):
-            return (None,) * len(peaks)  # a trace with real tensors needs a step's memory
         with named_steps(shape):
-            found = traced_parts(self._traces, shape, self.runtime.devices)
-        measured = not self.runtime.simulated
-        return tuple(parts.of_peak(peak, measured=measured) for parts, peak in zip(found, peaks, strict=True))
+            found = self.runtime.known_parts(shape)
+        beyond = measured and not self.runtime.simulated and not self.decides_by_steps
+        return tuple(parts.of_peak(peak, measured=beyond) for parts, peak in zip(found, peaks, strict=True))
 
     def rank_parts(
         self, batch_sizes: Sequence[int], peaks: Sequence[int], *, accumulates: bool
     ) -> tuple[MemoryParts | None, ...]:
-        """Return the traced parts of the ranks' peaks, as `parts` does."""
-        found: list[MemoryParts | None] = [None] * len(peaks)
-        for index, samples in enumerate(batch_sizes) if self.tracer.fake or self.runtime.simulated else ():
+        """Return the parts of the ranks' peaks, as `parts` does."""
+        found: list[MemoryParts | None] = []
+        for index, samples in enumerate(batch_sizes):
             shape = self.shapes(index, "rank", (), accumulates)(samples)
-            own = self.parts(shape, self.traced(shape))[index]
-            found[index] = None if own is None else own.of_peak(peaks[index], measured=False)
+            found.append(self.parts(shape, peaks, measured=False)[index])
         return tuple(found)
 
     def line(self, predicted: Callable[[int], float], batch_size: int) -> tuple[int, int]:
@@ -183,7 +136,7 @@ class Prober:
 
         For a ceiling of 3, use 2 as its half, because a batch of 1 may run a different code path.
         """
-        if batch_size < 2 * self.least_batch():
+        if batch_size < 2 * self.least_batch:
             return (int(predicted(batch_size)), 0) if batch_size else (0, 0)
         half = 2 if batch_size == 3 else batch_size // 2
         slope = max(0.0, (predicted(batch_size) - predicted(half)) / (batch_size - half))  # plans refuse negatives
@@ -192,29 +145,19 @@ class Prober:
     # Real steps
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Run a step to measure its memory, and count the steps that were run."""
+        """Run a step to measure its memory."""
         if not self.decides_by_steps:
-            evaluates = shape.arrangement == "eval"
-            # The first step creates the optimizer state. If `fits` has "resume" or "save", the second step begins by
-            # making their copies. So only a third step finds the memory unchanged, which ends the measurement.
-            first = 3 if copying(self.tracer.workload.held) else 2
-            self.count(1 if self._has_state or evaluates else first)
-            self._has_state = self._has_state or not evaluates
             return self.runtime.peaks(shape)
         accelerators: Any = self.runtime  # an `AcceleratorRuntime`, or an `IsolatedRuntime` around one
-        try:
-            self.memories[shape] = memory = accelerators.memory(shape)
-        except Exception:
-            self.count(1)
-            raise
-        self.count(memory.steps)
-        return self.memories[shape].allocated_bytes
+        memory: StepMemory = accelerators.memory(shape)
+        self.memories[shape] = memory
+        return memory.allocated_bytes
 
     def confirmed_peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Run a step to measure its memory, or trace it if memory is never filled. Both may raise OutOfMemoryError."""
+        """Measure the memory of a step, or predict it if memory is never filled. May raise OutOfMemoryError."""
         if self.decides_by_steps or all(device.budgeted for device in self.runtime.devices):
             return self.peaks(shape)
-        peaks = self.traced(shape)
+        peaks = self.predicted(shape)
         limits = zip(self.runtime.devices, peaks, self.runtime.capacities_bytes, strict=True)
         for index, (device, peak_bytes, capacity_bytes) in enumerate(limits):
             if peak_bytes > capacity_bytes:
@@ -229,17 +172,16 @@ class Prober:
         return peaks
 
     def measured(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Time a step, once for each shape. Its repeats count as steps."""
+        """Time a step, once for each shape."""
         if shape not in self._measured:
             try:
                 self._measured[shape] = timed = self.runtime.measure(shape, budget_s=budget_s)
             except OutOfMemoryError as error:
                 _log.info("timed %s: out of memory (%s)", shape, error)
-                self.count(1, ooms=1)
+                self.ooms += not self.runtime.simulated
                 raise
             told = ms_text(timed.seconds), ms_text(timed.error_s), timed.repeats
             _log.info("timed %s: %s, plus or minus %s, in %d repeats", shape, *told)
-            self.count(timed.repeats)
         return self._measured[shape]
 
     def micro_seconds(self, shape: StepShape, *, budget_s: float) -> float:
@@ -281,12 +223,6 @@ class Prober:
             seconds = once_s + micro_s * (len(splits) - 1) + last_s + timed.update_s
             error_s = timed.error_s * seconds / timed.seconds
         return replace(timed, seconds=seconds, error_s=error_s, peak_bytes=timed.peak_bytes or peaks)
-
-    def count(self, steps: int, ooms: int = 0) -> None:
-        """Add real steps to the counts. Simulated steps do not count."""
-        if not self.runtime.simulated:
-            self.counts.steps += steps
-            self.counts.ooms += ooms
 
     # Kinds of steps
 
@@ -337,11 +273,11 @@ def timed_sizes(
     """
     # A simulated step of one sample needs its own trace, but larger steps are extrapolated. Skip it for a large
     # ceiling.
-    least = min(max(prober.least_batch(), 2 if prober.runtime.simulated and ceiling >= _MANY else 1), ceiling)
+    least = min(max(prober.least_batch, 2 if prober.runtime.simulated and ceiling >= _MANY else 1), ceiling)
     apart = alone and role == "replica"
     shape_of = prober.forward_and_backward(index) if apart else prober.shapes(index, role, (), False)
     if prober.runtime.simulated:
-        prober.foretold(shape_of(ceiling))  # one trace instead of one for each size
+        prober.prediction_holds(shape_of(ceiling))  # one trace instead of one for each size
     # Use powers of two, so that devices share their traces.
     between = [2**power for power in reversed(range(ceiling.bit_length())) if least < 2**power < ceiling]
     timed: list[TimedSize] = []

@@ -1,8 +1,8 @@
 """Find the largest batch that runs with few real steps.
 
-The *wall* is the size at which memory runs out. A trace, if there is one, predicts how memory depends on the batch.
-Real steps, each closer to the wall, measure the memory that the trace leaves out. On accelerators the wall is never
-known exactly (it is *blurred*), because the allocator reserves more memory than tensors use.
+The *wall* is the size at which memory runs out. Where bytes are counted, a prediction shows how memory depends on the
+batch, and real steps confirm it. On accelerators, real steps come closer and closer to the wall. It is never known
+exactly there (it is *blurred*), because the allocator reserves more memory than tensors use.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from autosplit.solve.memory import largest_fitting
 
 LONGEST_LEAP = 16
-"""Largest growth factor of the batch from one step to the next, without a trace.
+"""Largest growth factor of the batch from one step to the next, without a prediction.
 
-A line through two small steps is inaccurate.
+A line through two small steps is inaccurate. A larger factor is safe if the memory that grows with the batch, at most
+the peak minus the bytes that each step holds, would fill half of the capacity.
 """
 
 FIRST_SHARE = 8
@@ -48,7 +49,7 @@ STEPS_NEEDED = 3
 """Number of steps that a size near the wall may take. No size is begun that could exceed `MOST_STEPS` in total."""
 
 MOST_BLURRED_STEPS = 24
-"""Largest number of steps if the wall is blurred or there is no trace. Most searches need half of them."""
+"""Largest number of steps if the wall is blurred. Most searches need half of them."""
 
 MOST_FAILURES = 6
 
@@ -62,10 +63,11 @@ class WallSearch:
     """A search for the largest batch of one device.
 
     Attributes:
-        traced: Function that predicts the bytes of n samples from traces. None if there are no traces.
+        predict: Function that predicts the bytes of n samples. None on accelerators.
         capacity_bytes: Bytes that the allocator may reserve.
-        start: The first size to try without a trace.
-        known: A size that is known to run, from an equal device or a trace with real tensors. 0 if there is none.
+        start: The first size to try without a prediction.
+        known: A size that is known to run on an equal device. 0 if there is none.
+        held_bytes: Bytes that a step of any size holds during its peak.
         allocated: Peak bytes of tensors, by number of samples.
         reserved: Peak bytes that the allocator reserved, by number of samples.
         counted: Whether bytes are counted exactly rather than by an allocator. Then a step that failed needed more
@@ -73,12 +75,13 @@ class WallSearch:
         blind: Whether steps fail for a reason other than memory, such as a kernel's limit or a process that died.
     """
 
-    traced: Callable[[int], float] | None
+    predict: Callable[[int], float] | None
     capacity_bytes: int
     least: int
     most: int
     start: int
     known: int = 0
+    held_bytes: int = 0
     allocated: dict[int, int] = field(default_factory=dict)
     reserved: dict[int, int] = field(default_factory=dict)
     failed: int | None = None
@@ -117,7 +120,7 @@ class WallSearch:
             if self.counted:  # Try half, and then the smallest batch. Probably no batch fits.
                 return max(self.least, high // 2) if self._failures == 1 else self.least
             return max(self.least, min(self._below(high), high // 2 if self._failures > 1 else high - 1))
-        most = MOST_STEPS if self._is_sharp and self.traced is not None else MOST_BLURRED_STEPS
+        most = MOST_STEPS if self._is_sharp and self.predict is not None else MOST_BLURRED_STEPS
         if self.steps + (1 if self.counted else STEPS_NEEDED) > most:
             return None
         full = self._fitting(self.corrected, low, high)
@@ -134,9 +137,9 @@ class WallSearch:
     def _first(self) -> int:
         if self.known:
             return self.known
-        if self.traced is None:
+        if self.predict is None:
             return min(max(self.start, self.least), self.most)
-        promised = self._fitting(self.traced, self.least - 1, self.most + 1)
+        promised = self._fitting(self.predict, self.least - 1, self.most + 1)
         return max(self.least, promised // FIRST_SHARE if promised > 2 * FIRST_SHARE else promised)
 
     def _aim(self, low: int, high: int, full: int) -> int:
@@ -146,8 +149,8 @@ class WallSearch:
             return (low + high) // 2
         if len(self.allocated) == 1 and self.failed is None and not self.known:
             return self._second(low, full)
-        if self.traced is None and is_far:  # A long extrapolation is inaccurate.
-            return min(int(AGREE * full), LONGEST_LEAP * low)
+        if self.predict is None and is_far:  # A long extrapolation is inaccurate.
+            return min(int(AGREE * full), max(LONGEST_LEAP * low, self._safe(low) // 2))
         if self._is_sharp:
             least = (low + high) // 2 if self.counted else 0
             return min(full, max(self._below(high), least)) if self._failures else full
@@ -156,6 +159,11 @@ class WallSearch:
         if careful == self.most and self.failed is None:
             return careful  # The wall is above the largest size to try.
         return careful if low * (1 + CAREFUL_GAIN) <= careful <= high * (1 - STEP_DOWN) else (low + full + 1) // 2
+
+    def _safe(self, low: int) -> int:
+        """Return a size whose tensors fit: the peak grows at most in proportion to the samples, beyond `held_bytes`."""
+        grown_bytes = max(1, self.allocated[low] - self.held_bytes)
+        return low * max(0, self.capacity_bytes - self.held_bytes) // grown_bytes
 
     def _below(self, high: int) -> int:
         """Return a size well below a size that ran out of memory.
@@ -168,13 +176,13 @@ class WallSearch:
     def _second(self, low: int, full: int) -> int:
         """Choose the second size: the wall itself only if the error of the first prediction hardly matters there.
 
-        The memory beyond the trace may be constant, or grow with the samples. So compute the wall for both cases.
+        The memory beyond the prediction may be constant, or grow with the samples. So compute the wall for both cases.
         """
-        traced = self.traced
-        if traced is None:
-            return min(2 * low, self.most)
-        beyond = max(0.0, self.reserved[low] - traced(low))
-        careful = self._fitting(lambda n: traced(n) + beyond * n / low, low, self.most + 1)
+        predict = self.predict
+        if predict is None:
+            return min(max(2 * low, self._safe(low) // 2), self.most)
+        beyond = max(0.0, self.reserved[low] - predict(low))
+        careful = self._fitting(lambda n: predict(n) + beyond * n / low, low, self.most + 1)
         if careful >= AGREE * full:
             return full
         return careful // 2 if careful > 4 * low else careful if careful > low else (low + full + 1) // 2
@@ -191,21 +199,21 @@ class WallSearch:
         )
 
     def corrected(self, n: int) -> float:
-        """Predict the bytes of n samples: the trace, plus the difference of the nearest real steps to their traces."""
-        traced = self.traced or (lambda _n: 0.0)
+        """Predict the bytes of n samples: the prediction, plus the difference of the nearest real steps."""
+        predict = self.predict or (lambda _n: 0.0)
         known = [*self.allocated, *([self.failed] if self.counted and self.failed is not None else [])]
         if not known:
-            return traced(n)
+            return predict(n)
         n0, *others = sorted(known, key=lambda size: abs(size - n))[:2]
-        beyond = self._beyond(n0, traced)
-        slope = (self._beyond(others[0], traced) - beyond) / (others[0] - n0) if others else 0.0
-        return traced(n) + beyond + slope * (n - n0)
+        beyond = self._beyond(n0, predict)
+        slope = (self._beyond(others[0], predict) - beyond) / (others[0] - n0) if others else 0.0
+        return predict(n) + beyond + slope * (n - n0)
 
-    def _beyond(self, n: int, traced: Callable[[int], float]) -> float:
-        """Return the bytes of n samples beyond their trace. For a size that failed, return a lower bound."""
+    def _beyond(self, n: int, predict: Callable[[int], float]) -> float:
+        """Return the bytes of n samples beyond their prediction. For a size that failed, return a lower bound."""
         if n in self.allocated:
-            return self.allocated[n] - traced(n)
-        return max(0.0, self.capacity_bytes + 1 - traced(n), *(self._beyond(size, traced) for size in self.allocated))
+            return self.allocated[n] - predict(n)
+        return max(0.0, self.capacity_bytes + 1 - predict(n), *(self._beyond(size, predict) for size in self.allocated))
 
     def _fitting(self, peak_bytes: Callable[[int], float], low: int, high: int) -> int:
         start = min(max(self.start, low + 1), high - 1)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
@@ -26,13 +26,15 @@ from autosplit.devices.spec import parse_devices
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
 from autosplit.runtime.model_copy import training_copy
-from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
+from autosplit.runtime.protocol import Facts, Measurement, StepMemory, StepShape
+from autosplit.runtime.small_steps import GradientsSeen, facts_of, few_samples, least_batch_of, small_step
 from autosplit.runtime.timing import timed
 from autosplit.runtime.tracked_step import bucket_bytes, gradients_in, views_buckets, wrapper_for
 from autosplit.runtime.trainee import Trainee
+from autosplit.solve.memory import MemoryParts
 from autosplit.workload.batch import unmarked
 from autosplit.workload.tree import map_tensors
-from autosplit.workload.workload import Workload
+from autosplit.workload.workload import Workload, modules_of
 
 T = TypeVar("T")
 
@@ -70,6 +72,9 @@ class AcceleratorRuntime:
 
     Args:
         capacities_bytes: Memory limit of each device, computed before this process had a context there.
+
+    Attributes:
+        steps: Number of steps so far.
     """
 
     simulated = False
@@ -87,6 +92,8 @@ class AcceleratorRuntime:
         self._trainee: Trainee | None = None
         self._home: torch.device | None = None
         self._has_run = False
+        self.steps = 0
+        self._held_bytes = _least_held_bytes(workload)
         self._paces_s: dict[tuple[str, tuple[bool, ...]], float] = {}
 
     @cached_property
@@ -97,6 +104,54 @@ class AcceleratorRuntime:
         rooms = [device.capacity_bytes - kept for device, kept in zip(now, self._reserved_bytes, strict=True)]
         own = [own_limit_bytes(self._backend, gpu) for gpu in self._gpus]
         return twinned(self.devices, [max(0, min(limits)) for limits in zip(self._most_bytes, rooms, own, strict=True)])
+
+    def facts(self) -> Facts:
+        """Return what a step of one or two samples shows. If it does not fit, only the layers are known."""
+        gradients = GradientsSeen()
+
+        def shape_of(samples: int) -> StepShape:
+            shape = small_step(self.workload, samples)
+            return replace(shape, splits=((samples, *(0 for _ in self.devices[1:])),))
+
+        def look(phase: str) -> None:
+            if phase == "update":
+                gradients.note(self._copy(self._gpus[0]))
+
+        def run(samples: int) -> None:
+            self._within_bounds(shape_of(samples), lambda step: step(look))
+
+        def on_copy(use: Callable[[Trainee], T]) -> T:
+            own = shape_of(self.workload.sample_batch_size)
+            with self._bounded(), self._backend.device(self._gpus[0]):
+                return self._guarded(lambda: use(self._copy(self._gpus[0])), own)
+
+        try:
+            least = on_copy(partial(least_batch_of, run=run))
+            samples = few_samples(self.workload, least, run)
+            return on_copy(partial(facts_of, gradients=gradients, least_batch=least, samples=samples))
+        except OutOfMemoryError:
+            return Facts()
+
+    def predicted(self, shape: StepShape) -> None:
+        """Return None: what fits is known only from steps."""
+
+    def prediction_holds(self, shape: StepShape) -> bool:  # noqa: ARG002  # the protocol's
+        """Return True, because nothing is predicted."""
+        return True
+
+    def known_parts(self, shape: StepShape) -> tuple[MemoryParts, ...]:
+        """Return the bytes of parameters, gradients and optimizer state on each device, of the last copy that ran."""
+        if self._trainee is not None:
+            held = self._trainee.held()
+            self._held_bytes = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in held.items()}
+            self._held_bytes["gradients"] = bucket_bytes(self._trainee)
+        known = self._held_bytes
+        if shape.arrangement == "eval":
+            return (MemoryParts(known["parameters"], 0, 0, 0, 0),) * len(self.devices)
+        copies = 2 if shape.num_ranks > 1 and not views_buckets(shape) else 1  # gradients, and DDP's buckets
+        first = MemoryParts(known["parameters"], copies * known["gradients"], known["optimizer"], 0, 0)
+        others = first if shape.alone else replace(first, optimizer_bytes=0)
+        return (first, *(others for _ in self.devices[1:]))
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Return the maximum bytes that a step allocates on each device. See `memory`."""
@@ -126,7 +181,7 @@ class AcceleratorRuntime:
             near_the_wall = any(reserved > ROOMY * capacity for reserved, capacity in filled)
         self._refuse_cliff(min(seconds), shape)
         allocated = tuple(int(self._backend.max_memory_allocated(gpu)) for gpu in self._gpus)
-        return StepMemory(allocated, self._reserved(), 1 + len(seconds))
+        return StepMemory(allocated, self._reserved())
 
     def _reserved(self) -> tuple[int, ...]:
         return tuple(int(self._backend.max_memory_reserved(gpu)) for gpu in self._gpus)
@@ -225,10 +280,7 @@ class AcceleratorRuntime:
     def _prepared(self, shape: StepShape) -> _Step:
         alone = self._alone_on(shape)
         home = alone or self._gpus[0]
-        if self._trainee is None or self._home != home:
-            self._drop_trainee()  # free the old copy before making the new copy
-            self._trainee, self._home = training_copy(self.workload, device=home), home
-        trainee = self._trainee
+        trainee = self._copy(home)
         sizes = [sum(split) for split in shape.splits]
         made = {
             size: map_tensors(lambda tensor: pinned(tensor, home.type), trainee.batch(size))
@@ -246,6 +298,7 @@ class AcceleratorRuntime:
             models = trainee.wrapped(wrapper_for(trainee.workload, split, gpus))
 
         def run(mark: Callable[[str], None]) -> None:
+            self.steps += 1
             if shape.arrangement == "eval":
                 trainee.begin_state()
                 trainee.evaluate(models, batches[0])
@@ -260,6 +313,23 @@ class AcceleratorRuntime:
                     raise
 
         return run
+
+    def _copy(self, home: torch.device) -> Trainee:
+        if self._trainee is None or self._home != home:
+            self._drop_trainee()  # free the old copy before making the new copy
+            self._refuse_beyond(self._gpus.index(home))
+            self._trainee, self._home = training_copy(self.workload, device=home), home
+        return self._trainee
+
+    def _refuse_beyond(self, index: int) -> None:
+        """Do not copy a model that can't fit to a GPU that uses the host's memory. The host might stop responding."""
+        device, most_bytes = self.devices[index], self.capacities_bytes[index]
+        least_bytes = self._held_bytes["parameters"] + self._held_bytes["gradients"]
+        if device.integrated and least_bytes > most_bytes:
+            raise OutOfMemoryError(
+                f"The parameters and their gradients take {least_bytes} bytes. {device.label} has {most_bytes}.",
+                device=str(self._gpus[index]),
+            )
 
     def _drop_trainee(self) -> None:
         if self._trainee is not None:
@@ -320,6 +390,18 @@ def twinned(devices: Sequence[Device], capacities_bytes: Sequence[int]) -> tuple
             if device.name == devices[index].name and least <= found[index] <= least * (1 + TWINS_WITHIN)
         )
     return tuple(found)
+
+
+def _least_held_bytes(workload: Workload) -> dict[str, int]:
+    """Return the bytes of a model's parameters and gradients, before a step shows the optimizer's bytes."""
+    modules = modules_of(workload)
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    buffers = [buffer for module in modules for buffer in module.buffers()]
+    return {
+        "parameters": sum(tensor.nbytes for tensor in (*parameters, *buffers)),
+        "gradients": sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+        "optimizer": 0,
+    }
 
 
 def _unmarked(_phase: str) -> None:

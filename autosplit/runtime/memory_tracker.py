@@ -9,8 +9,6 @@ they live. The rules:
   (`torch.zeros` in a forward) are provisional. They are charged when an op uses them with a placed, non-scalar tensor.
 * A sparse tensor is tracked as its indices and values.
 * If a model draws random numbers to decide which layers to skip, `draws` replaces them.
-* With `kernels`, an operator's temporary blocks on a GPU are charged and immediately released. The workspaces of
-  libraries are charged for the whole step (`kernel_memory`).
 * A dispatch mode does not affect worker threads, so the devices of a tracked step run one after another.
 
 Block sizes are rounded up to 512 bytes, as in CUDA's caching allocator (torch c10/cuda/CUDACachingAllocator.cpp,
@@ -20,10 +18,10 @@ kMinBlockSize).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import Token
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,29 +34,19 @@ from autosplit.devices.transfer import (
     Placement,
 )
 from autosplit.oom import OutOfMemoryError
-from autosplit.rng import ExtremeDraws
-from autosplit.runtime.data_dependent import DataDependent, replace_drawn
-from autosplit.runtime.fake_results import FakeResults, KnownCall
-from autosplit.runtime.gpu_kernels import GpuKernels
-from autosplit.runtime.kernel_memory import NO_LIMITS, WITH_INNER_MEMORY, temporary_blocks, workspaces
-from autosplit.runtime.op_cost import running_part
-from autosplit.runtime.real_outputs import as_real
+from autosplit.rng import ExtremeDraws, number_for
 from autosplit.runtime.tensor_parts import dense_parts, key_of, tensors_among
-from autosplit.torch_versions import FakeTensor, TorchDispatchMode, storage_key, without_torch_functions
+from autosplit.torch_versions import TorchDispatchMode, storage_key, without_torch_functions
 
 BLOCK_BYTES = 512
 
 NUMBER_BYTES = 16
 """Size of the largest scalar, complex128."""
 
-_DEVICE = torch.ops.prim.device.default
 _PROVISIONAL = -2
 
 Kind = Literal["parameters", "gradients", "optimizer", "gathered", "activations", "left"]
 """The purpose of a storage. ``"left"`` marks storages that remain from an earlier step."""
-
-_ARRIVALS = frozenset(getattr(torch.ops.aten, name).default for name in ("detach", "copy_", "clone"))
-"""Ops that give a parameter its first gradient: autograd's tensor itself (detach), or a copy of it."""
 
 _KINDS: dict[str, Kind] = {"parameter": "parameters", "buffer": "parameters", "gradient": "gradients"}
 """The kind of storage for each purpose of a transfer."""
@@ -69,85 +57,32 @@ class Entry(NamedTuple):
 
     Attributes:
         nbytes: Size before rounding. Negative for a freed storage.
-        limits: Bounds of the size in bytes, equal for all batch sizes (`kernel_memory.Block`).
     """
 
     kind: Kind
     device: int
     nbytes: int
-    limits: tuple[float, float] = NO_LIMITS
 
 
 Left = Sequence[weakref.ref[torch.UntypedStorage]]
 """Weak references to storages that remain allocated after a step."""
 
 
-class Observer(Protocol):
-    """Receive the ops and transfers of a tracked step, in order. The simulator's observer records them."""
-
-    def on_op(
-        self,
-        device: int,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        outputs: Any,
-        known: KnownCall | None,
-    ) -> None:
-        """Handle an op that ran on a device, or whose outputs were known."""
-
-    def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
-        """Handle a copy of a tensor from one device to another."""
-
-
 @dataclass
-class _Place:
+class Place:
+    """The device and the purpose of a block of memory."""
+
     device: int
     kind: Kind = field(default="activations", kw_only=True)
-    limits: tuple[float, float] = field(default=NO_LIMITS, kw_only=True)
 
 
 @dataclass
-class _Held(_Place):
+class Held(Place):
     """A live storage: its rounded and exact sizes, and a reference that calls the tracker when it is freed."""
 
     nbytes: int
     exact_bytes: int
     storage: weakref.ref[torch.UntypedStorage]
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """The first gradient of a parameter.
-
-    Attributes:
-        at: Number of account entries before the gradient.
-        is_copy: Whether autograd copied its tensor, which is used elsewhere or has a different memory layout.
-    """
-
-    at: int
-    parameter: _Held
-    gradient: _Held
-    nbytes: int
-    is_copy: bool
-
-
-class Arrivals:
-    """Recognise the ops that give a parameter its first gradient. One object must see all ops of a step in order."""
-
-    def __init__(self) -> None:
-        self._detached: int | None = None
-
-    def parameter_of(self, func: Any) -> Tensor | None:
-        """Return the parameter whose first gradient this op creates, or None for any other op."""
-        node: Any = torch._C._current_autograd_node() if func in _ARRIVALS else None
-        found: Tensor | None = None
-        if node is not None and node.name() == "torch::autograd::AccumulateGrad":
-            found = node.variable
-        # torch 2.6 to 2.8 dispatches each of these detaches twice.
-        detached = id(found) if found is not None and func is torch.ops.aten.detach.default else None
-        is_repeated, self._detached = detached is not None and detached == self._detached, detached
-        return None if is_repeated else found
 
 
 class Tracker(TorchDispatchMode, Placement):
@@ -157,14 +92,10 @@ class Tracker(TorchDispatchMode, Placement):
         labels: Device names for error messages, in the order of the step.
         capacities: Maximum bytes of each device, or None for no limit.
         draws: Replaces random numbers that decide which layers run. None keeps the model's random numbers.
-        accounts: Record each allocated or freed storage, as `peak_account` and `entries` require.
-        kernels: A GPU. If given, also charge the memory that its kernels and libraries use.
-        data_dependent: Runs ops that need values of fake tensors. None runs all ops as usual.
-        fake_results: Outputs of earlier ops on fake tensors. None runs all ops.
+        accounts: Record each allocated or freed storage, as `entries` requires.
 
     Attributes:
-        peak_bytes: Maximum bytes per device since `__enter__` or `reset_peak`.
-        arrivals: First gradients of parameters, in order. Empty without `accounts`.
+        peak_bytes: Maximum bytes per device since `__enter__`.
 
     Raises:
         OutOfMemoryError: An op's output does not fit. The error names the device.
@@ -175,12 +106,8 @@ class Tracker(TorchDispatchMode, Placement):
         labels: Sequence[str],
         capacities: Sequence[int | None],
         *,
-        observer: Observer | None = None,
         draws: ExtremeDraws | None = None,
         accounts: bool = False,
-        kernels: GpuKernels | None = None,
-        data_dependent: DataDependent | None = None,
-        fake_results: FakeResults | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         assert len(labels) == len(capacities), (labels, capacities)
@@ -188,20 +115,12 @@ class Tracker(TorchDispatchMode, Placement):
         self.capacities = tuple(capacities)
         self.live_bytes = [0] * len(labels)
         self.peak_bytes = [0] * len(labels)
-        self._observer = observer
         self._draws = draws
-        self._run = (data_dependent or DataDependent()).run
-        self._fake_results = fake_results
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
         self._token: Token[Placement | None] | None = None
-        # A tensor becomes a gradient only when it is on its parameter. So `peak_account` determines the kinds at the
-        # end, from all storages allocated and freed before the peak.
-        self._account: list[tuple[_Place, int, int, int]] | None = [] if accounts else None
-        self.arrivals: list[Arrival] = []
-        self._arrivals = Arrivals()
-        self._entries_at_peak = [0] * len(labels)
-        self._kernels = kernels
-        self._workspaces: dict[tuple[int, str, str], int] = {}
+        # A tensor becomes a gradient only when it is on its parameter. So `entries` determines the kinds at the end,
+        # from all storages allocated and freed before the peak.
+        self._account: list[tuple[Place, int, int, int]] | None = [] if accounts else None
 
     @property
     def num_devices(self) -> int:
@@ -220,11 +139,6 @@ class Tracker(TorchDispatchMode, Placement):
         self._token = None
         self._held.clear()  # with the references, so that a storage that the user keeps does not call this tracker
 
-    def reset_peak(self) -> None:
-        """Reset the peak to the current bytes."""
-        self.peak_bytes = list(self.live_bytes)
-        self._entries_at_peak = [len(self._account or ())] * len(self.labels)
-
     def classify(self, tensor: Tensor, kind: Kind) -> None:
         """Set the kind of a tensor's storage. Ignore tensors that are not tracked."""
         for part in dense_parts(tensor):
@@ -232,47 +146,15 @@ class Tracker(TorchDispatchMode, Placement):
             if held is not None:
                 held.kind = kind
 
-    def peak_account(self, device: int) -> dict[Kind, int]:
-        """Return the bytes on a device at its peak by kind of storage. Their sum is the peak."""
-        found: dict[Kind, int] = {}
-        for held, place, nbytes, _ in self.account[: self._entries_at_peak[device]]:
-            if place == device:
-                found[held.kind] = found.get(held.kind, 0) + nbytes
-        for kind, place, nbytes, _ in self.workspaces():
-            if place == device:
-                found[kind] = found.get(kind, 0) + rounded(nbytes)
-        return found
-
-    def repeatable(self, act: Callable[[], None]) -> Callable[[Tracker], None] | None:
-        """Call `act`, and return a function that charges the same storages to another tracker.
-
-        Return None if `act` changed gradients or parameters, whose lifetime depends on the rest of the step.
-        """
-        begin, begin_workspaces = len(self.account), len(self._workspaces)
-        act()
-        account, workspaces = self.account[begin:], [*self._workspaces.items()][begin_workspaces:]
-
-        def repeat(tracker: Tracker) -> None:
-            for key, nbytes in workspaces:
-                tracker._keep_workspace(key, nbytes)
-            for held, _, nbytes, exact_bytes in account:
-                tracker._charge(held, nbytes, exact_bytes)
-
-        return None if any(held.kind in ("gradients", "parameters") for held, *_ in account) else repeat
-
     @property
-    def account(self) -> list[tuple[_Place, int, int, int]]:
+    def account(self) -> list[tuple[Place, int, int, int]]:
         """Allocated and freed blocks, in order: block, device, rounded bytes and exact bytes."""
         assert self._account is not None, "the tracker keeps no accounts"
         return self._account
 
     def entries(self) -> tuple[Entry, ...]:
-        """Return the allocated and freed storages, in order, without `workspaces`."""
-        return tuple(Entry(one.kind, device, exact, one.limits) for one, device, _, exact in self.account)
-
-    def workspaces(self) -> tuple[Entry, ...]:
-        """Return the workspaces of libraries, which exist during the whole step."""
-        return tuple(Entry("activations", device, nbytes) for (device, *_), nbytes in self._workspaces.items())
+        """Return the allocated and freed storages, in order."""
+        return tuple(Entry(place.kind, device, exact_bytes) for place, device, _, exact_bytes in self.account)
 
     def adopt(self, tensor: Tensor, device: int) -> None:
         """Charge an existing tensor to a device. A tensor that already has a device stays there."""
@@ -303,8 +185,6 @@ class Tracker(TorchDispatchMode, Placement):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # fast path: two of three dispatches
-            return args[0].device
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if func is TRANSFER_OP:
@@ -315,89 +195,55 @@ class Tracker(TorchDispatchMode, Placement):
             inputs = list(tensors_among((*args, *kwargs.values())))
             held = [self._held_of(tensor) for tensor in inputs]
             device, by_scalar = _device_of_inputs(inputs, held)
-        outputs, known = self._outputs_of(func, args, kwargs, inputs)
-        if device < 0 and self._draws is not None:
-            replace_drawn(self._draws, func, args, outputs)
+        outputs = self._outputs_of(func, args, kwargs, inputs)
+        if (
+            device < 0
+            and self._draws is not None
+            and (number := number_for(self._draws, func, args, outputs)) is not None
+        ):
+            self._put_number(outputs, number)
         with without_torch_functions():
             if device >= 0 and not by_scalar:
                 for tensor, record in zip(inputs, held, strict=True):
                     if (record is None or record.device == _PROVISIONAL) and tensor.dim() > 0:
                         self.adopt(tensor, device)
             self._follow(inputs, tensors_among((outputs,)), device)
-            self._note_arrival(func, outputs)
-            self._charge_inside(func, args, outputs, device)
-            if self._observer is not None and device >= 0:
-                self._observer.on_op(device, func, args, kwargs, outputs, known)
+            self._has_run(func, args, kwargs, outputs, device)
         return outputs
 
-    def _outputs_of(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[Tensor]
-    ) -> tuple[Any, KnownCall | None]:
-        results = self._fake_results
-        key, known, outputs = (None, None, None) if results is None else results.repeated(func, args, kwargs, inputs)
-        if known is None:
-            outputs = as_real(func, args, self._run(func, args, kwargs), like_gpu=self._kernels is not None)
-            if results is not None and key is not None:
-                results.note(key, args, inputs, outputs)
-        return outputs, known
+    # Overridden for traces of fake tensors
 
-    def _charge_inside(self, func: Any, args: Sequence[Any], outputs: Any, device: int) -> None:
-        """Charge an operator's temporary blocks, and the library workspaces that it is the first to use."""
-        kernels = self._kernels
-        if kernels is None or device < 0 or func not in WITH_INNER_MEMORY:
-            return
-        for library, nbytes in workspaces(func, args, kernels).items():
-            self._keep_workspace((device, library, running_part()), nbytes)
-        charged: list[tuple[_Place, int, int]] = []
-        try:
-            for block in temporary_blocks(func, args, outputs, kernels):
-                charged.append((_Place(device, limits=block.limits), rounded(block.limited_bytes), block.nbytes))
-                self._charge(*charged[-1])
-        finally:
-            for place, nbytes, exact_bytes in charged:
-                self._uncharge(place, nbytes, exact_bytes)
+    def _outputs_of(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:  # noqa: ARG002
+        """Run an op, and return its outputs."""
+        return func(*args, **kwargs)
 
-    def _keep_workspace(self, key: tuple[int, str, str], nbytes: int) -> None:
-        """Charge a library's workspace to a device for the whole step, because only a process's first step lacks it.
+    def _put_number(self, drawn: Tensor, number: float) -> None:
+        """Replace random numbers."""
+        drawn.fill_(number)
 
-        Args:
-            key: The device, the library and the part of the step: autograd's thread has a separate workspace.
-        """
-        if key in self._workspaces or not nbytes:
-            return
-        device, *_ = key
-        self._workspaces[key] = nbytes
-        nbytes = rounded(nbytes)
-        self.live_bytes[device] += nbytes
-        self.peak_bytes[device] += nbytes
-        self._check(device, nbytes, self.peak_bytes[device])
+    def _has_run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any, device: int) -> None:
+        """Handle an op that ran on a device, or on the host."""
 
-    def _note_arrival(self, func: Any, gradient: Tensor) -> None:
-        variable = None if self._account is None else self._arrivals.parameter_of(func)
-        if self._account is None or variable is None:
-            return
-        parameter, held = self._held_of(variable), self._held_of(gradient)
-        if parameter is not None and held is not None:
-            nbytes, is_copy = gradient.numel() * gradient.element_size(), func is not torch.ops.aten.detach.default
-            self.arrivals.append(Arrival(len(self._account), parameter, held, nbytes, is_copy))
+    def _has_moved(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
+        """Handle a copy of a tensor from one device to another."""
 
-    def _held_of(self, tensor: Tensor) -> _Held | None:
+    def _held_of(self, tensor: Tensor) -> Held | None:
         for part in dense_parts(tensor):
             return self._held.get(key_of(part))
         return None
 
     def _transfer(self, func: Any, args: Sequence[Any]) -> Tensor:
         _, source, destination, purpose = args
-        copy: Tensor = self._outputs_of(func, args, {}, [args[0]])[0]
+        copy: Tensor = self._outputs_of(func, args, {}, [args[0]])
         if destination != HOST:
             self.adopt(copy, destination)
         if purpose in _KINDS:
             self.classify(copy, _KINDS[purpose])
         if purpose == "gradient":
             self.classify(args[0], "gradients")
-        if self._observer is not None:
-            nbytes = sum(part.untyped_storage().nbytes() for part in dense_parts(copy))
-            self._observer.on_transfer(source, destination, nbytes, purpose)
+        self._has_moved(
+            source, destination, sum(part.untyped_storage().nbytes() for part in dense_parts(copy)), purpose
+        )
         return copy
 
     def _transfer_into(self, func: Any, args: Sequence[Any]) -> None:
@@ -405,8 +251,7 @@ class Tracker(TorchDispatchMode, Placement):
         func(*args)
         if purpose == "output":
             self.classify(block, "gathered")
-        if self._observer is not None:
-            self._observer.on_transfer(source, destination, tensor.numel() * tensor.element_size(), purpose)
+        self._has_moved(source, destination, tensor.numel() * tensor.element_size(), purpose)
 
     def _follow(self, inputs: list[Tensor], outputs: Iterable[Tensor], device: int) -> None:
         """Charge an op's new outputs. An output that shares an input's storage is not new."""
@@ -443,11 +288,11 @@ class Tracker(TorchDispatchMode, Placement):
         exact_bytes = storage.nbytes()
         nbytes = rounded(exact_bytes)
         released = weakref.ref(storage, lambda _: self._release(key))
-        held = self._held[key] = _Held(device, nbytes, exact_bytes, released)
+        held = self._held[key] = Held(device, nbytes, exact_bytes, released)
         if device >= 0:
             self._charge(held, nbytes, exact_bytes)
 
-    def _charge(self, place: _Place, nbytes: int, exact_bytes: int) -> None:
+    def _charge(self, place: Place, nbytes: int, exact_bytes: int) -> None:
         device = place.device
         # Charge before the check. If the check raises, the finalizer of the storage still releases the charge.
         self.live_bytes[device] += nbytes
@@ -455,9 +300,7 @@ class Tracker(TorchDispatchMode, Placement):
         if self._account is not None:
             self._account.append((place, device, nbytes, exact_bytes))
         self._check(device, nbytes, live_bytes)
-        if live_bytes > self.peak_bytes[device]:
-            self.peak_bytes[device] = live_bytes
-            self._entries_at_peak[device] = len(self._account or ())
+        self.peak_bytes[device] = max(self.peak_bytes[device], live_bytes)
 
     def _check(self, device: int, nbytes: int, held_bytes: int) -> None:
         capacity_bytes = self.capacities[device]
@@ -473,7 +316,7 @@ class Tracker(TorchDispatchMode, Placement):
             capacity_bytes=capacity_bytes,
         )
 
-    def _uncharge(self, place: _Place, nbytes: int, exact_bytes: int) -> None:
+    def _uncharge(self, place: Place, nbytes: int, exact_bytes: int) -> None:
         self.live_bytes[place.device] -= nbytes
         if self._account is not None:
             self._account.append((place, place.device, -nbytes, -exact_bytes))
@@ -484,7 +327,7 @@ class Tracker(TorchDispatchMode, Placement):
             self._uncharge(held, held.nbytes, held.exact_bytes)
 
 
-def _device_of_inputs(inputs: list[Tensor], held: list[_Held | None]) -> tuple[int, bool]:
+def _device_of_inputs(inputs: list[Tensor], held: list[Held | None]) -> tuple[int, bool]:
     scalar_device = _PROVISIONAL
     for tensor, record in zip(inputs, held, strict=True):
         if record is not None and record.device >= 0:

@@ -1,7 +1,6 @@
 """Copy a workload for training, so that the live model and optimizer stay unchanged.
 
-Real copies run on the CPU and on GPUs. Fake copies have no values, so models larger than this machine can be traced. A
-copy on the live model's own GPU uses the live model's memory, whose values are restored. If a model cannot be copied,
+A copy on the live model's own GPU uses the live model's memory, whose values are restored. If a model cannot be copied,
 it is borrowed: the model itself runs, and all its state is restored.
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,25 +19,17 @@ from torch.nn.parameter import is_lazy
 from autosplit.accelerators import is_accelerator
 from autosplit.errors import WorkloadError
 from autosplit.parallel.checkpointed import checkpoint_layer
-from autosplit.runtime.fake_copy import built_without_memory, fake_into
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.trainee import CPU, LOSS_SCALE, Trainee, state_tensors
 from autosplit.text import counted_text
-from autosplit.torch_versions import FakeTensor, FakeTensorMode, set_versions, storage_key
-from autosplit.workload.checkpointing import Checkpointing
+from autosplit.torch_versions import FakeTensor, set_versions, storage_key
 from autosplit.workload.compiled import eager_of, scripted_part, with_eager_parts
 from autosplit.workload.model_call import INTO_THE_MODEL
 from autosplit.workload.models import Models, Several
 from autosplit.workload.workload import Workload, models_of, modules_of, optimizers_of
 
 
-def training_copy(
-    workload: Workload,
-    *,
-    device: torch.device | None = None,
-    mode: FakeTensorMode | None = None,
-    gpu_variants: bool = False,
-) -> Trainee:
+def training_copy(workload: Workload, *, device: torch.device | None = None) -> Trainee:
     """Copy a workload's model and optimizer so that they can be trained.
 
     On the live model's own accelerator, the copy trains the live tensors' memory until `Trainee.restore`. A model that
@@ -46,55 +37,88 @@ def training_copy(
 
     Args:
         workload: Its model may be a factory, which is called here.
-        device: The device of the copy. None keeps a real copy on the model's device, and puts a fake copy on the CPU.
-        mode: The fake mode for a fake copy.
-        gpu_variants: Make the optimizer run the multi-tensor variant that it would choose on a GPU.
+        device: The device of the copy. None keeps the copy on the model's device.
 
     Raises:
-        WorkloadError: The model is TorchScript, has uninitialised lazy parameters, or is on the meta device although a
-            real copy was requested. Or an optimizer belongs to no model.
+        WorkloadError: The model is TorchScript, is on the meta device, or has uninitialised lazy parameters. Or an
+            optimizer belongs to no model.
         UserCodeError: The model factory raised.
-        Exception: Any exception of the model's own code with fake tensors.
     """
     memo: dict[int, Any] = {}
-    models, is_fresh = _given_models(workload, mode)
-    _refuse_unready(models)
+    given = models_of(workload)
+    models = models_to_copy(workload, lambda build: build())
+    _refuse_meta(models)
     restore: Callable[[], None] = _nothing
-    if mode is not None:
-        fake_into(memo, models, _live_optimizers(workload), mode, device or CPU)
-        models = copy.deepcopy(models, memo).map(with_eager_parts)
-    else:
-        _refuse_meta(models)
-        if not is_fresh:
-            models, restore = _copied_or_borrowed(models, memo, device)
-    if workload.checkpointing is not None:
-        restore = _checkpointed(workload.checkpointing, models, restore)
+    if given is not None:
+        models, restore = _copied_or_borrowed(models, memo, device)
+    restore = _checkpointed(workload, models, restore)
     try:
-        if mode is None and device is not None:
+        if device is not None:
             models = models.map(lambda module: module.to(device))
-        for module in models.modules:
-            module.zero_grad(set_to_none=True)  # deepcopy also copies gradients
-            if not module.training:  # the user may train with parts in evaluation mode
-                module.train()
-        optimizers = _copied_optimizers(workload, models, memo, mode)
-        if gpu_variants:
-            _choose_gpu_variants(optimizers)
+        optimizers = optimizers_for(workload, models, memo)
         scaler = None
-        if workload.precision == "fp16" and mode is None and workload.step is None:
+        if workload.precision == "fp16" and workload.step is None:
             scaler = torch.amp.GradScaler(models.device_type, init_scale=LOSS_SCALE)
-        return Trainee(workload, models, optimizers, mode, scaler, restore, device=device or CPU)
+        return Trainee(workload, models, optimizers, scaler=scaler, restore=restore, device=device or CPU)
     except BaseException:
         restore()
         raise
+
+
+def models_to_copy(workload: Workload, made: Callable[[Callable[[], Any]], Any]) -> Models:
+    """Return the workload's models without their compiled wrappers, or the model that its factory makes.
+
+    Args:
+        made: Calls the factory.
+    """
+    models = models_of(workload)
+    if models is not None:
+        models = models.map(eager_of)
+    else:
+        build: Any = workload.model
+        model = made(build)
+        if not isinstance(model, nn.Module):
+            raise WorkloadError(
+                f"The model factory returned a {type(model).__name__}. Expected an nn.Module. Return the model itself.",
+            )
+        models = Models.of(model)
+    _refuse_unready(models)
+    return models
+
+
+def checkpoint_layers(workload: Workload, models: Models) -> list[Callable[[], None]]:
+    """Checkpoint the layers that the workload names. Return functions that undo it."""
+    if workload.checkpointing is None:
+        return []
+    (module,) = models.modules
+    return [checkpoint_layer(module.get_submodule(name)) for name in workload.checkpointing.names_in(module)]
+
+
+def optimizers_for(
+    workload: Workload,
+    models: Models,
+    memo: dict[int, Any],
+    making: AbstractContextManager[Any] | None = None,
+) -> Several[torch.optim.Optimizer]:
+    """Prepare copied models for training, and make or copy their optimizers.
+
+    Args:
+        memo: Maps the id of each live tensor to its copy.
+        making: Context in which an optimizer makes its state.
+    """
+    for module in models.modules:
+        module.zero_grad(set_to_none=True)  # deepcopy also copies gradients
+        if not module.training:  # the user may train with parts in evaluation mode
+            module.train()
+    return _copied_optimizers(workload, models, memo, making or nullcontext())
 
 
 def _nothing() -> None:
     """Restore nothing, because a copy changes nothing."""
 
 
-def _checkpointed(wanted: Checkpointing, models: Models, restore: Callable[[], None]) -> Callable[[], None]:
-    (module,) = models.modules
-    undone = [checkpoint_layer(module.get_submodule(name)) for name in wanted.names_in(module)]
+def _checkpointed(workload: Workload, models: Models, restore: Callable[[], None]) -> Callable[[], None]:
+    undone = checkpoint_layers(workload, models)
 
     def put_back() -> None:
         for undo in undone:
@@ -102,19 +126,6 @@ def _checkpointed(wanted: Checkpointing, models: Models, restore: Callable[[], N
         restore()
 
     return _nothing if restore is _nothing else put_back
-
-
-def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Models, bool]:
-    models = models_of(workload)
-    if models is not None:
-        return models.map(eager_of), False
-    build: Any = workload.model
-    made = build() if mode is None else built_without_memory(build, mode)
-    if not isinstance(made, nn.Module):
-        raise WorkloadError(
-            f"The model factory returned a {type(made).__name__}. Expected an nn.Module. Return the model itself.",
-        )
-    return Models.of(made), True
 
 
 def _copied_or_borrowed(
@@ -218,16 +229,17 @@ def _refuse_meta(models: Models) -> None:
                 )
 
 
-def _live_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
+def live_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
+    """Return the optimizer objects that the workload has."""
     return [item for item in optimizers_of(workload).items if isinstance(item, torch.optim.Optimizer)]
 
 
 def _copied_optimizers(
-    workload: Workload, models: Models, memo: dict[int, Any], mode: FakeTensorMode | None
+    workload: Workload, models: Models, memo: dict[int, Any], making: AbstractContextManager[Any]
 ) -> Several[torch.optim.Optimizer]:
     given = optimizers_of(workload)
     count = len(given.items)
-    made = [_optimizer(item, _parameters(models.modules, i, count), memo, mode) for i, item in enumerate(given.items)]
+    made = [_optimizer(item, _parameters(models.modules, i, count), memo, making) for i, item in enumerate(given.items)]
     for optimizer in made if workload.step is None else ():
         _refuse_closure(optimizer)
     return given.like(tuple(made))
@@ -244,7 +256,7 @@ def _parameters(modules: tuple[nn.Module, ...], position: int, count: int) -> li
 
 
 def _optimizer(
-    given: Any, parameters: list[nn.Parameter], memo: dict[int, Any], mode: FakeTensorMode | None
+    given: Any, parameters: list[nn.Parameter], memo: dict[int, Any], making: AbstractContextManager[Any]
 ) -> torch.optim.Optimizer:
     if isinstance(given, torch.optim.Optimizer):
         return _twin(given, memo)
@@ -256,7 +268,7 @@ def _optimizer(
         raise WorkloadError(
             "The model has no trainable parameter. Expected at least one. Check requires_grad.",
         )
-    with mode or nullcontext():  # state that the constructor creates is then fake, with known step counts
+    with making:  # state that the constructor creates is then fake, with known step counts
         made = given(parameters)
     if not isinstance(made, torch.optim.Optimizer):
         raise WorkloadError(
@@ -317,17 +329,9 @@ def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _choose_gpu_variants(optimizers: Several[torch.optim.Optimizer]) -> None:
-    """Make each optimizer run the multi-tensor variant that torch chooses by default on CUDA."""
-    for optimizer in optimizers.items:
-        for group in optimizer.param_groups:
-            if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
-                group["foreach"] = True
-
-
 def bytes_held_twice(workload: Workload, *, isolated: bool) -> dict[torch.device, int]:
     """Return the bytes of live optimizer states on each accelerator, and of the model if another process runs steps."""
-    tensors = [t for optimizer in _live_optimizers(workload) for t in state_tensors(optimizer)]
+    tensors = [t for optimizer in live_optimizers(workload) for t in state_tensors(optimizer)]
     if isolated:
         tensors += [t for module in modules_of(workload) for t in (*module.parameters(), *module.buffers())]
     held = {storage_key(t.untyped_storage()): t for t in tensors if t.layout is torch.strided}

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from autosplit.devices.device import Device
+from autosplit.solve.memory import MemoryParts
+from autosplit.workload.model_call import LossRule
 
 Arrangement = Literal["balanced", "rank", "eval"]
 """``balanced`` is BalancedDataParallel, ``rank`` is one DDP process, ``eval`` is a forward without gradients."""
@@ -80,24 +82,62 @@ class StepMemory:
 
     allocated_bytes: tuple[int, ...]
     reserved_bytes: tuple[int, ...]
-    steps: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What small steps of a workload show.
+
+    Attributes:
+        least_batch: The smallest batch to train on: 2 if a BatchNorm layer gets one value per sample, otherwise 1.
+        leaves_unused: Whether a trainable parameter got no gradient. Always False for a custom step.
+        loss_rule: Where the loss is in the model's outputs. None if the workload has a function for the loss.
+        gradient_bytes: Bytes of the gradients of all trainable parameters, which DDP's buckets contain.
+        checkpointed: Names of the workload's checkpointed layers.
+        largest_batch: The largest batch that the worker can predict. None for no limit.
+    """
+
+    least_batch: int = 1
+    leaves_unused: bool = False
+    loss_rule: LossRule | None = None
+    gradient_bytes: int = 0
+    checkpointed: tuple[str, ...] = ()
+    largest_batch: int | None = None
 
 
 class Runtime(Protocol):
     """Run and measure training steps.
 
     Attributes:
-        simulated: Whether the results are computed, not measured. Then peaks are exact.
+        simulated: Whether the results are computed, not measured. Then peaks and times are exact.
         shares_processor: Whether the devices take turns on one CPU, so that their compute times add up.
+        steps: Number of real steps so far.
     """
 
     devices: tuple[Device, ...]
     simulated: bool
     shares_processor: bool
+    steps: int
 
     @property
     def capacities_bytes(self) -> tuple[int, ...]:
         """Memory that training may use on each device, without the reserve."""
+
+    def facts(self) -> Facts:
+        """Return what small steps of the workload show.
+
+        Raises:
+            UserCodeError: The workload's own code raised on its sample batch.
+        """
+
+    def predicted(self, shape: StepShape) -> tuple[MemoryParts, ...] | None:
+        """Predict the parts of each device's peak, even above its capacity. None on accelerators."""
+
+    def prediction_holds(self, shape: StepShape) -> bool:
+        """Compare the prediction of a step with the step, if that is possible. Return False if predictions changed."""
+
+    def known_parts(self, shape: StepShape) -> tuple[MemoryParts, ...]:
+        """Return the parts of each device's memory that are known without running the step."""
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Run a step, and return each device's peak memory in bytes.

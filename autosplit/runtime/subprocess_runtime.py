@@ -20,9 +20,10 @@ from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError, StepLostError, is_kernel_limit, is_oom
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.child_process import UNHURRIED_S, Child, ChildLostError, LostCauseError
-from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
+from autosplit.runtime.cpu import MOST_FEW, CpuRuntime
+from autosplit.runtime.protocol import Facts, Measurement, StepMemory, StepShape
 from autosplit.runtime.trainee import ran_a_step
+from autosplit.solve.memory import MemoryParts
 from autosplit.workload.workload import Workload
 
 T = TypeVar("T")
@@ -58,7 +59,8 @@ class IsolatedRuntime:
     """A runtime in a separate process, which starts immediately and loads in the background.
 
     Args:
-        make: A picklable function that makes the real runtime in that process.
+        make: A picklable function that makes the real runtime in that process. Its argument is the largest number of
+            samples of the smallest step that predicts others.
         deadline_s: `time.monotonic()` of the time limit, or None. One call may take at most half of the remaining time.
             A smaller step can then still run.
 
@@ -70,12 +72,13 @@ class IsolatedRuntime:
 
     def __init__(
         self,
-        make: Callable[[], RealRuntime],
+        make: Callable[[int], RealRuntime],
         devices: tuple[Device, ...],
         *,
         deadline_s: float | None = None,
     ) -> None:
         self.devices = devices
+        self.steps = 0
         self.shares_processor = devices[0].kind == "cpu"
         self._deadline_s = deadline_s
         self._longest_s = 0.0
@@ -83,9 +86,15 @@ class IsolatedRuntime:
         self._hung = 0
         self._is_new = True
         self._capacities_bytes: tuple[int, ...] | None = None
-        self._deadly: dict[tuple[str, StepShape], str] = {}
-        self._child = Child(partial(_Served, make, _settings()))
-        self._child.start()
+        self._deadly: dict[tuple[str, StepShape, tuple[StepShape, ...]], str] = {}
+        self._make = make
+        self._most_few = MOST_FEW
+        self._child = self._started()
+
+    def _started(self) -> Child:
+        child = Child(partial(_Served, partial(self._make, self._most_few), _settings()))
+        child.start()
+        return child
 
     @property
     def capacities_bytes(self) -> tuple[int, ...]:
@@ -99,9 +108,30 @@ class IsolatedRuntime:
     def notes(self) -> tuple[Note, ...]:
         """A note for each cause of lost processes."""
         by_cause: dict[str, list[StepShape]] = {}
-        for (_, shape), cause in self._deadly.items():
+        for (_, shape, _), cause in self._deadly.items():
             by_cause.setdefault(cause, []).append(shape)
         return tuple(Note("process-lost", _lost_text(shapes, cause)) for cause, shapes in by_cause.items())
+
+    def facts(self) -> Facts:
+        """Return what small steps of the workload show. Raises errors like `peaks`."""
+        found: Facts = self._from_few("facts")
+        return found
+
+    def predicted(self, shape: StepShape) -> tuple[MemoryParts, ...] | None:
+        """Predict the parts of each device's peak. None on accelerators. Raises errors like `peaks`."""
+        if is_accelerator(self.devices[0].kind):
+            return None
+        found: tuple[MemoryParts, ...] = self._from_few("predicted", shape)
+        return found
+
+    def prediction_holds(self, shape: StepShape) -> bool:  # noqa: ARG002  # the protocol's
+        """Return True: real steps confirm predictions."""
+        return True
+
+    def known_parts(self, shape: StepShape) -> tuple[MemoryParts, ...]:
+        """Return the parts of each device's memory that are known without running the step."""
+        found: tuple[MemoryParts, ...] = self._from_few("known_parts", shape)
+        return found
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Return the peak bytes of a step on each device.
@@ -112,17 +142,17 @@ class IsolatedRuntime:
             UserCodeError: The workload's own code raised.
             AutosplitError: The process cannot be started, or dies in every call.
         """
-        found: tuple[int, ...] = self._call("peaks", shape)
+        found: tuple[int, ...] = self._call("peaks", shape, shape)
         return found
 
     def memory(self, shape: StepShape) -> StepMemory:
         """Run a step on accelerators until its memory is steady, and return that memory. Raises errors like `peaks`."""
-        found: StepMemory = self._call("memory", shape)
+        found: StepMemory = self._call("memory", shape, shape)
         return found
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
         """Time a step for up to `budget_s`, and return its memory if known. Raises errors like `peaks`."""
-        found: Measurement = self._call("measure", shape, budget_s)
+        found: Measurement = self._call("measure", shape, shape, budget_s=budget_s)
         return found
 
     def ask(self, function: Callable[[Workload], T]) -> T:
@@ -144,17 +174,31 @@ class IsolatedRuntime:
         """End the process, if any."""
         self._child.close()
 
-    def _call(self, name: str, shape: StepShape, *args: float) -> Any:
+    def _from_few(self, name: str, *args: StepShape) -> Any:
+        """Call a method that runs steps of few samples. If the process dies, use fewer samples."""
+        while True:
+            few = StepShape(((3 * self._most_few,),))
+            try:
+                return self._call(name, few, *args)
+            except StepLostError:
+                if self._most_few <= 2:  # steps of fewer samples would not show the slope
+                    raise
+            self._most_few //= 2
+            self._child.close()
+            self._child = self._started()
+
+    def _call(self, name: str, step: StepShape, *args: StepShape, **options: float) -> Any:
         # Do not repeat a step that killed a process.
-        known = self._deadly.get((name, shape))
+        known = self._deadly.get((name, step, args))
         if known is not None:
-            raise self._lost_step(shape, known)
+            raise self._lost_step(step, known)
         self._get_ready()
         began_s = time.monotonic()
+        self.steps += 1
         try:
-            answer = self._child.call(name, shape, *args, limit_s=self._limit_s(shape))
+            answer, more_steps = self._child.call("run", name, args, options, limit_s=self._limit_s(step))
         except ChildLostError as lost:
-            self._deadly[name, shape] = cause = lost.cause
+            self._deadly[name, step, args] = cause = lost.cause
             self._hung += lost.hung
             self._is_new = True
         except AutosplitError:
@@ -163,9 +207,10 @@ class IsolatedRuntime:
         else:
             self._answered, self._is_new = True, False
             self._longest_s = max(self._longest_s, time.monotonic() - began_s)
+            self.steps += more_steps - 1
             return answer
         self._refuse_to_go_on(cause)
-        raise self._lost_step(shape, cause)
+        raise self._lost_step(step, cause)
 
     def _get_ready(self) -> None:
         own_s = UNHURRIED_S if self._deadline_s is None else self._deadline_s - time.monotonic()
@@ -279,15 +324,10 @@ class _Served:
     def capacities(self) -> tuple[int, ...]:
         return self._runtime.capacities_bytes
 
-    def peaks(self, shape: StepShape) -> tuple[int, ...]:
-        return self._guarded(lambda: self._runtime.peaks(shape))
-
-    def memory(self, shape: StepShape) -> StepMemory:
-        assert isinstance(self._runtime, AcceleratorRuntime), "only its steps are not counted to the byte"
-        return self._guarded(partial(self._runtime.memory, shape))
-
-    def measure(self, shape: StepShape, budget_s: float) -> Measurement:
-        return self._guarded(lambda: self._runtime.measure(shape, budget_s=budget_s))
+    def run(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, int]:
+        """Call a method of the runtime. Also return the number of steps that it ran."""
+        before = self._runtime.steps
+        return self._guarded(partial(getattr(self._runtime, name), *args, **options)), self._runtime.steps - before
 
     def ask(self, function: Callable[[Workload], T]) -> T:
         return self._guarded(lambda: function(self._runtime.workload))

@@ -15,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autosplit.devices.transfer import HOST
 from autosplit.errors import WorkloadError
 from autosplit.parallel.balanced import BalancedDataParallel
-from autosplit.runtime.fake_copy import zero_gradient
 from autosplit.runtime.memory_tracker import Left, Tracker
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.trainee import CPU, Trainee
@@ -103,10 +102,10 @@ def run_placed(
     with_state = shape.updates and (not evaluates or "eval" in trainee.workload.held)
     models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0], [trainee.device]))
     try:
-        with trainee.fake_mode or nullcontext():
+        with trainee.making:
             batches = trainee.batches(sizes)
             for parameter in held:
-                parameter.grad = zero_gradient(parameter)
+                parameter.grad = trainee.zero_gradient(parameter)
             with tracker, trainee.draws.in_step():
                 trainee.adopt_on(tracker, with_state=with_state)
                 tracker.adopt_left(trainee.left, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -18,15 +18,12 @@ from autosplit.devices.transfer import Placement, adopt_module
 from autosplit.errors import OWN_FOLDER, AutosplitError, WorkloadError, advise
 from autosplit.parallel.accumulation import Accumulation
 from autosplit.rng import ExtremeDraws
-from autosplit.runtime.data_dependent import needs_values
-from autosplit.runtime.fake_copy import fake_like, zero_gradient
-from autosplit.text import listed
-from autosplit.torch_versions import FakeTensorMode, scale_each, unset_fake_temporarily
+from autosplit.torch_versions import scale_each
 from autosplit.workload.batch import resize
 from autosplit.workload.compiled import compiled_like, is_compiled
 from autosplit.workload.model_call import OutsideParameters, call_model, on_first_device, training_loss
 from autosplit.workload.models import Models, Several
-from autosplit.workload.tree import map_tensors, tensors_of
+from autosplit.workload.tree import tensors_of
 from autosplit.workload.workload import Workload, autocast, copying, made_batch
 
 CPU = torch.device("cpu")
@@ -43,7 +40,8 @@ class Trainee:
     """Models and optimizers that a training step may change.
 
     Attributes:
-        device: The device that fake tensors report.
+        device: The device that the copy reports.
+        making: Context in which tensors are made.
         restore: Restores the live model if this trainee uses its memory.
         left: Storages that remain on the first device between steps.
         grown_bytes: Bytes on the first device after the last step, minus the bytes before it.
@@ -55,7 +53,7 @@ class Trainee:
     workload: Workload
     models: Models
     optimizers: Several[torch.optim.Optimizer]
-    fake_mode: FakeTensorMode | None = None
+    making: AbstractContextManager[Any] = field(default_factory=nullcontext)
     scaler: torch.amp.GradScaler | None = None
     restore: Callable[[], None] = lambda: None
     left: Sequence[weakref.ref[torch.UntypedStorage]] = ()
@@ -70,26 +68,18 @@ class Trainee:
     _has_stepped: bool = False
 
     def batch(self, n: int) -> Any:
-        """Make a batch of `n` samples, with fake tensors for a fake trainee. Shared tensors are marked as `Whole`."""
-        workload, mode = self.workload, self.fake_mode
-        if workload.make_batch is not None:
-            return made_batch(workload, n) if mode is None else self._fake_made_batch(n, mode)
-        sample = workload.sample_batch
-        if mode is not None:
-            sample = map_tensors(lambda tensor: fake_like(tensor, mode, self.device), sample, keeps_marks=True)
-        with mode or nullcontext():
-            return resize(sample, n, workload.batch_dim)
+        """Make a batch of `n` samples. Shared tensors are marked as `Whole`."""
+        return self._made(n)
 
-    def _fake_made_batch(self, n: int, mode: FakeTensorMode) -> Any:
-        try:
-            with mode:
-                return map_tensors(lambda tensor: tensor.to(self.device), made_batch(self.workload, n))
-        except Exception as error:
-            if not needs_values(error):
-                raise
-            with unset_fake_temporarily():
-                made = made_batch(self.workload, n)
-            return map_tensors(lambda tensor: fake_like(tensor, mode, self.device), made)
+    def _made(self, n: int) -> Any:
+        workload = self.workload
+        if workload.make_batch is not None:
+            return made_batch(workload, n)
+        return resize(workload.sample_batch, n, workload.batch_dim)
+
+    def zero_gradient(self, parameter: nn.Parameter) -> Tensor:
+        """Return zeros like a parameter."""
+        return torch.zeros_like(parameter)
 
     def batches(self, sizes: Sequence[int]) -> list[Any]:
         """Return a batch of each size. Equal sizes share one batch."""
@@ -130,7 +120,7 @@ class Trainee:
             return
         held = self.held()
         state = held["optimizer"] if "save" in wanted else []
-        with torch.no_grad(), self.fake_mode or nullcontext():
+        with torch.no_grad(), self.making:
             self.copies = tuple(t.detach().clone() for t in held["parameters"]), tuple(t.clone() for t in state)
 
     def held(self) -> dict[Literal["parameters", "gradients", "optimizer"], list[Tensor]]:
@@ -202,14 +192,14 @@ class Trainee:
         except Exception as error:
             is_theirs = not isinstance(error, (AutosplitError, torch.OutOfMemoryError))
             own = self.workload.sample_batch_size
-            if is_theirs and not self._ran and size != own:
+            if is_theirs and own not in self._ran and size != own:
                 with suppress(Exception):
                     training_loss(self.workload, models.given, self.batch(own))
                     self._ran.add(own)
-            if is_theirs and self._ran and size % math.gcd(*self._ran):
+            if is_theirs and own in self._ran and size % math.gcd(*self._ran):
                 advise(
                     error,
-                    f"it ran with {listed([*map(str, sorted(self._ran))], 3)} samples, but not with {size}. If a batch "
+                    f"it ran with {own} samples, but not with {size}. If a batch "
                     "must be even (pairs, two views), make each pair one sample: a batch of shape (n, 2, ...), and "
                     "batch.flatten(0, 1) in the model. If not, fix it and run again, or check batch_dim",
                 )
@@ -219,7 +209,7 @@ class Trainee:
     def _scaled(self, loss: Tensor) -> Tensor:
         if self.workload.precision != "fp16":
             return loss
-        # Fake tensors have no infinities, so do the scaler's arithmetic without its check.
+        # A traced copy has no scaler, because fake tensors have no infinities. Do its arithmetic without its check.
         return loss * LOSS_SCALE if self.scaler is None else self.scaler.scale(loss)
 
     def update(self) -> None:
@@ -239,21 +229,21 @@ class Trainee:
         if self.scaler is not None:
             self.scaler.update()
 
-    def outputs(self) -> Any:
-        """Return the model's outputs for the sample batch."""
-        return call_model(self.models.given, self.batch(self.workload.sample_batch_size))
+    def outputs(self, samples: int) -> Any:
+        """Return the model's outputs for a batch of this many samples."""
+        return call_model(self.models.given, on_first_device(self.batch(samples), self.models))
 
     def begin_state(self) -> bool:
         """Create optimizer state with a zero-gradient step. Return False if there was state already."""
         optimizers = self.optimizers.items
         if any(optimizer.state for optimizer in optimizers):
             return False
-        with self.fake_mode or nullcontext():
+        with self.making:
             for optimizer in optimizers:
                 trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
                 try:
                     for parameter in trained:
-                        nothing = zero_gradient(parameter)
+                        nothing = self.zero_gradient(parameter)
                         is_sparse = isinstance(optimizer, torch.optim.SparseAdam)  # rejects dense gradients
                         parameter.grad = nothing.to_sparse(1) if is_sparse else nothing
                     optimizer.step()

@@ -76,16 +76,15 @@ def measured_kinds(
 
 def _examined(workers: Any, tell: Callable[[Any], None]) -> tuple[list[RankKind], dict[str, Any], tuple[Note, ...]]:
     from autosplit.profiles.key import ProfileKey
-    from autosplit.runtime.gpu_kernels import GpuKernels
-    from autosplit.runtime.simulated import SimulatedRuntime
-    from autosplit.runtime.tracked_step import bucket_bytes
+    from autosplit.sim.gpu_kernels import GpuKernels
+    from autosplit.sim.simulated import SimulatedRuntime
     from autosplit.tuning.lone_session import LoneSession
     from autosplit.tuning.session import POINT_BUDGET_S
     from autosplit.tuning.worker import Worker
 
     workers.ask(Worker.build)
     key = ProfileKey(workers.job.machine, workers.own.description(), {})
-    request, notes = workers.trace(workers.job.request, key)
+    request, notes = workers.prepare(workers.job.request, key)
     session = LoneSession(workers, request, key, tell, notes)
     plan = session.plan()
     assert plan.fit is not None, "a plan for simulated ranks has a fit"
@@ -96,8 +95,8 @@ def _examined(workers: Any, tell: Callable[[Any], None]) -> tuple[list[RankKind]
         assert spec is not None, "a cluster has simulated GPUs"
         step = prober.measured(prober.shapes(index, "rank", (), False)(rank.batch_size), budget_s=POINT_BUDGET_S)
         traces = runtime.tracer.for_kernels(GpuKernels.of(spec.compute_capability))
-        nbytes = bucket_bytes(prober.tracer.trainee)
-        arrived = _arrivals(traces, spec, rank.batch_size, nbytes) if prober.tracer.fake else ()
+        nbytes = prober.facts.gradient_bytes
+        arrived = _arrivals(traces, spec, rank.batch_size, nbytes) if runtime.tracer.fake else ()
         buckets = buckets_of(arrived or even_arrivals(nbytes))
         curve = plan.fit.step_time.curves[index]
         kinds.append(RankKind(request.devices[index].name, rank.ceiling.batch_size, curve, step.update_s, buckets))
@@ -110,9 +109,9 @@ def _arrivals(traces: Any, spec: GpuSpec, samples: int, nbytes: int) -> list[tup
     A rank's trace is a plain trace with one more kernel for each gradient, which copies the gradient into its bucket.
     The bytes of these kernels are in proportion to the gradients. All gradients have `nbytes`.
     """
-    from autosplit.runtime.kernel_time import kernel_seconds
-    from autosplit.runtime.op_cost import Work
     from autosplit.runtime.protocol import StepShape
+    from autosplit.sim.kernel_time import kernel_seconds
+    from autosplit.sim.op_cost import Work
 
     def kernels(shape: StepShape) -> tuple[Any, Any]:
         works = [event for event in traces.trace(shape).micro if isinstance(event, Work)]

@@ -391,11 +391,11 @@ def compared(
     For a cluster, `tune_one` returns predictions instead of a plan.
     """
     from autosplit.oom import DoesNotFitError
-    from autosplit.runtime.prepare import followed_once
+    from autosplit.sim.prepare import traced_once
 
     ends_s = None if time_limit_s is None else time.monotonic() + time_limit_s
     done: list[ComparedMachine] = []
-    with followed_once():
+    with traced_once():
         for number, machine in enumerate(machines):
             told = None if progress is None else part_of(progress, number, len(machines), machine.name)
             timed: dict[str, Any] = {"progress": told}

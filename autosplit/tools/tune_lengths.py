@@ -1,7 +1,8 @@
 """Tune for samples of different lengths: a plan for the longest, and the batch sizes that fit at shorter lengths.
 
-For each length, traces find the largest batch whose step needs no more memory than the plan's own step at the longest
-length. On real devices a step of that size then runs.
+For each length, find the largest batch whose step needs no more memory than the plan's own step at the longest length.
+The memory of a batch is predicted. On accelerators, it is the line through the memory of two real steps. On real
+devices, a step of the batch then runs.
 """
 
 from __future__ import annotations
@@ -45,21 +46,14 @@ from autosplit.workload.workload import Workload
 STEP_DOWN = 0.05
 """Fraction of the batch that is removed after a step that ran out of memory."""
 
-MOST_FOLLOWED = 3
-"""Largest number of searches for a batch. A search is repeated if the traced step differs from its prediction."""
+MOST_SEARCHES = 3
+"""Largest number of searches for a batch. A search is repeated if a step differs from its prediction."""
 
 BATCHNORM_NOTE = Note(
     "lengths-not-measured",
     "autosplit did not measure the lengths. The model's BatchNorms need at least 2 samples, but batches of similar "
     "length may have 1. Leave lengths out.",
 )
-
-UNTRACED_NOTE = Note(
-    "lengths-not-traced",
-    "autosplit can't predict the memory of other lengths without running them. So batches of shorter samples have as "
-    "many samples as batches of the longest samples.",
-)
-
 
 LENGTHS_INTERRUPTED_NOTE = Note(
     "interrupted", "Tuning was interrupted before the shorter sequence lengths were measured. Tune again."
@@ -207,7 +201,7 @@ def _points(
         workers.ask(Worker.build, number)
         try:
             # Also search beyond the effective batch size, because `max_tokens` limits tokens per device.
-            workers.trace(replace(request, max_batch_size=most, effective_batch_sizes=None), key)
+            workers.prepare(replace(request, max_batch_size=most, effective_batch_sizes=None), key)
             workers.own.prober.report = lambda message, told=told: told(Progress("lengths", message, 0.5))  # type: ignore[misc]
             found = _looked_at(plan, workers, full, samples, most, is_first=not number)
         except UserCodeError as error:
@@ -226,8 +220,6 @@ def _points(
             points.append(LengthPoint(length, times_of(plan, samples), scale * rate, scale * own_rate))
         else:
             longest_rate, full = rate, workers.ask(_full, plan)
-        if not workers.own.prober.has_traces:
-            notes.append(UNTRACED_NOTE)
     return tuple(points), tuple(dict.fromkeys(notes))
 
 
@@ -312,11 +304,13 @@ def _shapes(worker: Worker, plan: Plan, n: int) -> Iterator[StepShape]:
 
 
 def _peaks(worker: Worker, plan: Plan, n: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(worker.prober.traced, _shapes(worker, plan, n)))
+    prober = worker.prober
+    peaks = prober.peaks if prober.decides_by_steps else prober.predicted
+    return tuple(map(peaks, _shapes(worker, plan, n)))
 
 
 def _full(worker: Worker, plan: Plan) -> tuple[tuple[int, ...], ...]:
-    return _peaks(worker, plan, plan.batch_size) if worker.prober.has_traces else ()
+    return _peaks(worker, plan, plan.batch_size)
 
 
 def _out_of_time(worker: Worker) -> bool:
@@ -324,25 +318,34 @@ def _out_of_time(worker: Worker) -> bool:
 
 
 def _most_within(worker: Worker, plan: Plan, full: Sequence[Sequence[Sequence[int]]], least: int, most: int) -> int:
-    """Return the largest batch of this length whose steps stay within `full`, the peaks of the longest length.
-
-    If there are no traces, return `least`.
-    """
+    """Return the largest batch of this length whose steps stay within `full`, the peaks of the longest length."""
     prober = worker.prober
-    if not prober.has_traces:
-        return least
-    most = max(least, min(most, prober.largest_traced))
+    if prober.facts.largest_batch is not None:
+        most = max(least, min(most, prober.facts.largest_batch))
 
     def load(n: int) -> float:
         pairs = zip(_peaks(worker, plan, n), full[worker.peers.rank], strict=True)
         return max(peak / bound for peaks, bounds in pairs for peak, bound in zip(peaks, bounds, strict=True) if bound)
 
+    if prober.decides_by_steps:
+        try:
+            return largest_fitting(_line(load, least), 1.0, least=least, most=most, start=least + 1)
+        except OutOfMemoryError:
+            return least
     found = least
-    for _ in range(MOST_FOLLOWED):
+    for _ in range(MOST_SEARCHES):
         found = largest_fitting(load, 1.0, least=least, most=most, start=least + 1)
-        if all([prober.foretold(shape) for shape in _shapes(worker, plan, found)]):  # noqa: C419  # trace every shape
+        if all([prober.prediction_holds(shape) for shape in _shapes(worker, plan, found)]):  # noqa: C419  # check every shape
             break
     return found
+
+
+def _line(load: Callable[[int], float], least: int) -> Callable[[int], float]:
+    """Return the line through the loads of two steps: of `least` samples, and of half of them."""
+    first, second = (least // 2, least) if least > 1 else (1, 2)
+    begin, end = load(first), load(second)
+    slope = max(0.0, end - begin) / (second - first)
+    return lambda n: end + slope * (n - second)
 
 
 def _seconds(worker: Worker, plan: Plan, n: int) -> float | None:

@@ -34,12 +34,13 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.record import PlanDevice, with_notes
 from autosplit.profiles.key import machine_of
 from autosplit.rng import kept_rng
-from autosplit.runtime.fake_copy import built_without_memory, fake_mode
 from autosplit.runtime.live_tensors import untouched
-from autosplit.runtime.prepare import Source, build, follow, workload_source
+from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracked_step import bucket_bytes
+from autosplit.sim.fake_copy import built_without_memory, fake_mode
+from autosplit.sim.prepare import build_simulated, traced_workload
+from autosplit.sim.simulated import traced_peaks
 from autosplit.solve.memory import Ceiling
 from autosplit.text import size_text
 from autosplit.tools.fsdp import Layers, groups_of
@@ -257,17 +258,17 @@ def _traced(source: Source, devices: Sequence[Device]) -> Iterator[tuple[Callabl
     """Yield a function that returns a rank's peak for samples and forwards, and the bytes of parameters and buckets."""
     with ExitStack() as closing:
         closing.enter_context(kept_rng())
-        built = build(source, devices)
+        built = build_simulated(source)
         closing.enter_context(untouched(built.workload))
-        followed = follow(built, devices, closing)
+        traced = traced_workload(built, devices, closing)
 
         @functools.cache
         def peak_bytes(rank: int, samples: int, forwards: int) -> int:
             split = tuple(samples if place == rank else 0 for place in range(len(devices)))
             shape = StepShape((split,) * forwards, "rank", num_ranks=len(devices))
-            return traced_peaks(followed.traces, shape, devices)[rank]
+            return traced_peaks(traced.traces, shape, devices)[rank]
 
-        trainee = followed.tracer.trainee
+        trainee = traced.tracer.trainee
         yield peak_bytes, sum(one.nbytes for one in trainee.parameters()) + bucket_bytes(trainee)
 
 

@@ -17,7 +17,6 @@ from autosplit.probe.ceilings import ceiling_by_time, ceiling_of, does_not_fit
 from autosplit.probe.prober import timed_sizes
 from autosplit.runtime.accelerator import twinned
 from autosplit.runtime.protocol import Measurement
-from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.solve.memory import Ceiling, Region
 from autosplit.solve.search_space import Space
 from autosplit.solve.solver import Solver
@@ -211,13 +210,13 @@ def _measured(worker: Worker, found: list[tuple[Ceiling, tuple[TimedSize, ...]]]
         own,
         timed,
         0.0 if prober.limited_by_time else prober.update_seconds(),
-        prober.least_batch(),  # runs the user's code
-        prober.tracer.leaves_unused(),
-        prober.counts.steps,
-        prober.counts.ooms,
+        prober.least_batch,  # runs the user's code
+        prober.facts.leaves_unused,
+        prober.steps,
+        prober.ooms,
     )
 
 
 def _all_reduce_seconds(worker: Worker) -> float:
     assert worker.steps is not None, "`begin_steps` sets it"
-    return worker.steps.all_reduce_seconds(bucket_bytes(worker.prober.tracer.trainee))
+    return worker.steps.all_reduce_seconds(worker.prober.facts.gradient_bytes)

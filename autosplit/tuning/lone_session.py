@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autosplit.addons import addon
 from autosplit.errors import WorkloadError, one_line
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
@@ -13,8 +14,6 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions, DdpPlan, with_notes
 from autosplit.probe.prober import timed_sizes
 from autosplit.runtime.protocol import Measurement, Runtime, StepShape
-from autosplit.runtime.simulated import SimulatedRuntime
-from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.solve.memory import Ceiling, MemoryParts, Role
 from autosplit.solve.proposals import PATIENCE, error_of
 from autosplit.solve.search_space import Space
@@ -32,7 +31,6 @@ from autosplit.tuning.assemble import (
     why_single,
 )
 from autosplit.tuning.memory_bounds import MemoryBounds
-from autosplit.tuning.sensitivity import simulated_changes
 from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session
 from autosplit.workload.compiled import compiled_times_note, has_compiled_parts
 from autosplit.workload.workload import modules_of
@@ -87,8 +85,9 @@ class LoneSession(Session):
                 f"max_batch_size is {most} and effective_batch_size at least {least}, and {reason}. One forward "
                 f"must run all samples. Raise max_batch_size to {least}, or lower effective_batch_size.",
             )
-        if self.request.simulated and self.prober.largest_traced < self.request.largest_batch:
-            self.prober.max_batch_size = self.prober.largest_traced
+        largest = self.prober.facts.largest_batch
+        if largest is not None and largest < self.request.largest_batch:
+            self.prober.max_batch_size = largest
             text = (
                 f"autosplit tried no batch above {self.prober.max_batch_size}, because real tensors would fill "
                 "this machine's memory."
@@ -127,13 +126,14 @@ class LoneSession(Session):
         if len(ranks) > 1:
             ddp, _ = self._solved_ranks(ranks, step_time)
         else:  # the search measured the plain model on the only device
-            least = self.prober.least_batch()
+            least = self.prober.least_batch
             ddp = measured_ranks(answer.ceilings, best, answer.effective_batch_size, self._ddp_options(), least)
         plan = self._assembled(replace(answer, ddp=ddp, memory=self._memory_of(best)))
-        if not isinstance(self.runtime, SimulatedRuntime):
+        if not self.request.simulated:
             return plan
         self._report("simulating other machines")
-        return replace(plan, changes=simulated_changes(plan, self.runtime, deadline_s=self.request.deadline.end_s))
+        changes = addon("simulated_changes")(plan, self.runtime, deadline_s=self.request.deadline.end_s)
+        return replace(plan, changes=changes)
 
     def _ddp_plan(self) -> Plan:
         """Solve for DDP's batch sizes from measurements of single devices. No trials are run."""
@@ -229,7 +229,7 @@ class LoneSession(Session):
         """Fit the time that the host needs to start a device, from steps of one and of two micro-steps."""
         if not self.may_accumulate:
             return fitted
-        least = self.prober.least_batch()
+        least = self.prober.least_batch
         for samples in sorted({max(2, least), least}, reverse=True):
             split = (samples,) * len(self.request.devices)
             timed = self._timed(split, 1, 2)
@@ -245,12 +245,12 @@ class LoneSession(Session):
         Returns:
             Both steps, and the time of one more micro-step of the largest step, in seconds.
         """
-        least = self.prober.least_batch()
+        least = self.prober.least_batch
         region = space.region
         most = min(region.primary_ceiling, region.replica_ceilings[index - 1], self.prober.max_batch_size // 2)
         while most > least and region.primary_most(2 * most) < most:
             most //= 2
-        few = max(least, 2) if most > 2 else least  # see Note [A batch of one] in affine_traces
+        few = max(least, 2) if most > 2 else least  # see `runtime.linear_memory`
 
         def both(share: int) -> tuple[int, ...]:
             return tuple(share if place in (0, index) else 0 for place in range(len(self.request.devices)))
@@ -305,7 +305,7 @@ class LoneSession(Session):
                 step_time,
                 self._ddp_options(),
                 all_reduce_s=self._all_reduce_seconds(step_time),
-                least_batch=self.prober.least_batch(),
+                least_batch=self.prober.least_batch,
             )
             curves = self._timed_at([rank.batch_size for rank in ddp.ranks], step_time.curves)
             if curves == step_time.curves or self.prober.out_of_time:
@@ -339,7 +339,7 @@ class LoneSession(Session):
         bare = StepTime.bare(curves, self.prober.update_seconds(), adds_up=self.runtime.shares_processor)
         if len(shares) == 1 or self.runtime.shares_processor or self.runtime.simulated:
             return bare  # The simulation computes the all-reduce. On one CPU nothing is copied.
-        split = (max(self.prober.least_batch(), min(shares) // 4),) * len(shares)
+        split = (max(self.prober.least_batch, min(shares) // 4),) * len(shares)
         try:
             seconds = self.prober.micro_seconds(StepShape((split,)), budget_s=POINT_BUDGET_S)
         except OutOfMemoryError:
@@ -354,7 +354,7 @@ class LoneSession(Session):
         return bare.with_copies(split, seconds)
 
     def _ddp_options(self) -> DdpOptions:
-        return DdpOptions(find_unused_parameters=self.prober.tracer.leaves_unused())
+        return DdpOptions(find_unused_parameters=self.prober.facts.leaves_unused)
 
     def _all_reduce_seconds(self, step_time: StepTime) -> float:
         """Return the time of DDP's all-reduce, for a ring over simulated links or over the links of the replicas."""
@@ -363,7 +363,7 @@ class LoneSession(Session):
             return 0.0
         if self.request.simulated:
             link = min(device.spec.link_bytes_per_s for device in self.request.devices if device.spec is not None)
-            nbytes = bucket_bytes(self.prober.tracer.trainee)
+            nbytes = self.prober.facts.gradient_bytes
             # A ring sends 2 (W - 1) / W of the gradients over each link (Patarasuk and Yuan 2009).
             return 2 * (count - 1) / count * nbytes / link + math.ceil(nbytes / _BUCKET_BYTES) * _BUCKET_START_S
         # A replica's copy time includes its parameters and its gradients, and the replicas are copied one after the

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autosplit.addons import addon
 from autosplit.devices.device import Device
 from autosplit.errors import InputError, WorkloadError, ends_tracebacks
 from autosplit.notes import Note
@@ -21,7 +22,6 @@ from autosplit.probe.request import Request, checked_request
 from autosplit.profiles.key import ProfileKey
 from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.protocol import Measurement, StepShape
-from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.solve.memory import MemoryParts
 from autosplit.solve.split import even_split, whole_number
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
@@ -31,7 +31,6 @@ from autosplit.tuning.keywords import suggests_keywords
 from autosplit.tuning.lone_session import LoneSession
 from autosplit.tuning.peers import Failure
 from autosplit.tuning.progress import Progress
-from autosplit.tuning.sensitivity import simulated_without
 from autosplit.tuning.session import MOST_FORWARDS, POINT_BUDGET_S, TRIAL_BUDGET_S
 from autosplit.tuning.tune import NO_GPU_NOTE, devices_of_process, quiet, session_of, users_code_named, worker_for
 from autosplit.tuning.worker import Job, Worker, Workers, drive
@@ -117,7 +116,7 @@ def _measured(workers: Workers, split: Any, accumulation_steps: int, tell: Calla
     asked = _checked(split, accumulation_steps, job, workers.own.built.workload)
     most = sum(asked.split)
     key = ProfileKey(job.machine, {}, {})
-    request, notes = workers.trace(replace(job.request, max_batch_size=most), key)
+    request, notes = workers.prepare(replace(job.request, max_batch_size=most), key)
     session = session_of(workers)(workers, request, key, tell, notes)
     _refuse_untrainable(asked, session.prober)
     if job.several:
@@ -221,17 +220,18 @@ def _refuse_no_ranks(split: tuple[int, ...], request: Request, workload: Workloa
 
 
 def _refuse_untrainable(asked: _Configuration, prober: Prober) -> None:
-    least = prober.least_batch()
+    least = prober.least_batch
     if any(0 < share < least for share in asked.split):
         raise InputError(
             f"split is {asked.split}, but the model's BatchNorms need at least {least} samples. Expected 0 or at "
             f"least {least} for each device.",
         )
-    if prober.runtime.simulated and max(asked.split) > prober.largest_traced:
+    largest = prober.facts.largest_batch
+    if largest is not None and max(asked.split) > largest:
         raise InputError(
             f"split is {asked.split}, but autosplit can trace the model only with real tensors, and "
-            f"{prober.largest_traced} samples fit in this machine's memory. Measure a split with at most "
-            f"{prober.largest_traced} samples on a device.",
+            f"{largest} samples fit in this machine's memory. Measure a split with at most {largest} samples on a "
+            "device.",
         )
 
 
@@ -242,13 +242,13 @@ def _balanced(session: LoneSession, asked: _Configuration) -> _Found:
     prober = session.prober
     session.stage = "times"
     prober.report(f"the split {asked.split}")
-    prober.foretold(asked.begin)
+    prober.prediction_holds(asked.begin)
     try:
         measured = prober.step(asked.splits, budget_s=TRIAL_BUDGET_S, copies_s=_copies_s(session, asked))
     except OutOfMemoryError as error:
         raise _misfit(asked.split, asked.begin, prober, error, error.device_index) from error
-    if isinstance(session.runtime, SimulatedRuntime):
-        without = tuple(simulated_without(session.runtime, StepShape(asked.splits)))
+    if session.runtime.simulated:
+        without = tuple(addon("simulated_without")(session.runtime, StepShape(asked.splits)))
     else:
         without = tuple(_real_without(session, asked, measured))
     memory = prober.parts(asked.begin, measured.peak_bytes)
@@ -314,7 +314,7 @@ def _rank_by_rank(session: LoneSession, asked: _Configuration) -> _Found:
     peaks = []
     for index in range(count):
         shape = asked.of_rank(index, count)
-        prober.foretold(shape)
+        prober.prediction_holds(shape)
         try:
             peaks.append(prober.confirmed_peaks(shape)[index])
         except OutOfMemoryError as error:
@@ -382,7 +382,7 @@ def _alone_on_rank(worker: Worker, asked: _Configuration) -> float | str:
 
 
 def _leaves_unused(worker: Worker) -> bool:
-    return worker.prober.tracer.leaves_unused()
+    return worker.prober.facts.leaves_unused
 
 
 def _capacity_and_memory(worker: Worker, asked: _Configuration, peaks: Sequence[int]) -> tuple[int, MemoryParts | None]:
@@ -404,7 +404,8 @@ def _misfit(
         return DoesNotFitError(f"split {split} does not fit: {error}", device=error.device)
     device, share = prober.runtime.devices[index], shape.splits[0][index]
     capacity_bytes = prober.runtime.capacities_bytes[index]
-    needed = prober.traced(shape)[index] if prober.has_traces else error.live_bytes + error.requested_bytes
+    counted = error.live_bytes + error.requested_bytes
+    needed = counted if prober.decides_by_steps else prober.predicted(shape)[index]
     more = f"{needed} bytes ({size_text(needed)})" if needed > capacity_bytes else "more than that"
     return DoesNotFitError(
         f"split {split} does not fit {device.label} ({device.name}). Its {share} samples need {more}, and "

@@ -9,7 +9,6 @@ from autosplit.oom import DoesNotFitError
 from autosplit.probe.ceilings import ceiling_by_time, ceiling_of, does_not_fit, predicted_ceiling
 from autosplit.probe.primary_memory import primary_fit, room_beside
 from autosplit.probe.request import Request
-from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.solve.memory import Ceiling, MemoryFit, Region, Role
 from autosplit.solve.search_space import Space
 from autosplit.solve.solver import WITHIN_REACH, Solver
@@ -52,7 +51,7 @@ class MemoryBounds:
         if len(devices) == 1:
             self._refuse_none(primary)
             return (replace(primary, role="rank"),)
-        buckets = bucket_bytes(self.prober.tracer.trainee)
+        buckets = self.prober.facts.gradient_bytes
         ranks = tuple(self._like(primary, index, "rank", buckets, accumulates) for index in range(len(devices)))
         self.replicas = tuple(self._like(primary, index, "replica", 0, False) for index in range(1, len(devices)))
         return ranks
@@ -92,7 +91,7 @@ class MemoryBounds:
     def _keep_replicas(self) -> tuple[Ceiling, ...]:
         """Find the replicas' ceilings if a step has several micro-steps. Copies and gradients then stay in memory."""
         if self.kept is None:
-            waiting_bytes = bucket_bytes(self.prober.tracer.trainee)
+            waiting_bytes = self.prober.facts.gradient_bytes
             self.kept = tuple(
                 self._like(found, index, "replica", waiting_bytes, True) for index, found in enumerate(self.replicas, 1)
             )
@@ -150,7 +149,7 @@ class MemoryBounds:
     def with_several(self, space: Space, step_time: StepTime) -> Space:
         """Return the space with separate bounds for several micro-steps, if these may be as fast as one micro-step.
 
-        With several micro-steps, each device keeps its gradients in between. Traces predict the bounds, and trials
+        With several micro-steps, each device keeps its gradients in between. The bounds are predicted, and trials
         confirm them.
         """
         if not self._waits or space.accumulating is not None or space.max_steps == 1:
@@ -161,7 +160,7 @@ class MemoryBounds:
         if several is None:
             return space
         promise = solver.samples_per_s(several) / solver.samples_per_s(answers[0])
-        if promise < (WITHIN_REACH if self.prober.tracer.fake else 1.0):
+        if promise < (1.0 if self.prober.decides_by_steps else WITHIN_REACH):
             return replace(space, max_steps=1)
         region = self._predicted_region_of_several(space.region)
         return replace(space, accumulating=region) if region.largest_batch else replace(space, max_steps=1)
@@ -211,7 +210,7 @@ class MemoryBounds:
             primary_ceiling=alone,
             replica_ceilings=tuple(ceiling.batch_size for ceiling in others),
             max_batch_size=self.prober.max_batch_size,
-            least_share=self.prober.least_batch(),
+            least_share=self.prober.least_batch,
         )
 
     def _plane_beside(self, alone: int, others: tuple[Ceiling, ...], *, accumulates: bool) -> MemoryFit:

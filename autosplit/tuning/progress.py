@@ -16,7 +16,7 @@ from autosplit.text import escaped, printable, rate_text
 
 _SHARES = {
     "building": 0.06,
-    "tracing": 0.08,
+    "preparing": 0.08,
     "checks": 0.10,
     "ceilings": 0.16,
     "times": 0.22,
@@ -44,7 +44,7 @@ class Progress:
     """The progress of a tuning.
 
     Attributes:
-        stage: ``"building"``, ``"tracing"``, ``"checks"``, ``"ceilings"``, ``"times"``, ``"search"``,
+        stage: ``"building"``, ``"preparing"``, ``"checks"``, ``"ceilings"``, ``"times"``, ``"search"``,
             ``"confirming"``, ``"lengths"`` of samples or ``"done"``.
         message: A short description: ``"probing device 1 of 2: cuda:0 as primary"``.
         fraction: Estimated fraction of the whole tuning, 0 to 1, which never falls.

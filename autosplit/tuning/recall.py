@@ -20,7 +20,6 @@ from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.profiles.store import NOT_SAVED
 from autosplit.profiles.validity import differing_facts, memory_shortfall
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.solve.split import micro_batch_sizes, proportional_split
 from autosplit.tuning.worker import Worker, Workers
 
@@ -175,7 +174,7 @@ def tried_again(key: ProfileKey, request: Request, found: Recalled, workers: Wor
 
 
 def _bucket_bytes_and_least(worker: Worker) -> tuple[int, int]:
-    return bucket_bytes(worker.prober.tracer.trainee), worker.prober.least_batch()
+    return worker.prober.facts.gradient_bytes, worker.prober.least_batch
 
 
 def _run(worker: Worker, plan: Plan, measures: bool) -> Plan | str:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from autosplit.addons import addon
 from autosplit.errors import AutosplitError, InputError
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
@@ -119,12 +120,12 @@ class Session(ABC):
     def _check(self) -> None:
         """Check whether splitting the batch changes the training. Rank 0 checks for all ranks."""
         self._say("checks", "checking gradients", fraction_of("checks"))
-        followed = self.worker.followed
+        prepared = self.worker.prepared
         try:
-            if followed.isolated is not None:  # A check that crashes must not end this process.
-                self.checks, notes = followed.isolated.ask(checks_for)
+            if prepared.isolated is not None:  # A check that crashes must not end this process.
+                self.checks, notes = prepared.isolated.ask(checks_for)
             else:
-                self.checks, notes = checks_for(self.workload, followed.rebuild)
+                self.checks, notes = checks_for(self.workload, prepared.rebuild)
         except AutosplitError as error:
             notes = (not_checked(error),)
         for found in self.checks:
@@ -246,13 +247,13 @@ class Session(ABC):
             answer,
             trials=tuple(self.trials),
             checks=self.checks,
-            loss_rule=self.prober.tracer.loss_rule,
+            loss_rule=self.prober.facts.loss_rule,
             notes=(*self.notes, *notes, *idle_notes(self.request, answer)),
-            real_steps=self.prober.counts.steps,
-            real_ooms=self.prober.counts.ooms,
+            real_steps=self.prober.steps,
+            real_ooms=self.prober.ooms,
         )
-        if not self.workers.job.several:
-            chosen = zip(plan.devices, self.prober.attention(), strict=True)
+        if self.request.simulated:
+            chosen = zip(plan.devices, addon("attention_of")(self.prober.runtime), strict=True)
             plan = replace(plan, devices=tuple(replace(device, attention=found) for device, found in chosen))
         return plan
 
@@ -294,7 +295,7 @@ class Session(ABC):
         self.tell(Progress(stage, message, fraction, *self._counted(), max(rates, default=None)))
 
     def _counted(self) -> tuple[int, int]:
-        return self.prober.counts.steps, self.prober.counts.ooms
+        return self.prober.steps, self.prober.ooms
 
 
 def most_steps(sizes: tuple[int, int] | None, largest_batch: int) -> int:

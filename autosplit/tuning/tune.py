@@ -308,8 +308,8 @@ def _tuned(tuning: Tuning) -> Plan:
     defaulted = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
     if found.holds:
         return found.told(nothing_run(found), *defaulted)
-    tuning.progress(Progress("tracing", "tracing the model", fraction_of("tracing")))
-    request, notes = workers.trace(request, key)
+    tuning.progress(Progress("preparing", "preparing the model", fraction_of("preparing")))
+    request, notes = workers.prepare(request, key)
     if found.plan is not None:
         plan, found = tried_again(key, request, found, workers)
         if plan is not None:
@@ -329,7 +329,7 @@ def _tuned_anew(
     if request.profile == "auto" and not found.notes:
         log_newest(key)
     session = session_of(workers)(workers, request, key, tuning.progress, notes)
-    plan = replace(session.plan(), checkpointed=workers.own.followed.checkpointed)
+    plan = replace(session.plan(), checkpointed=workers.own.prober.facts.checkpointed)
     plan = with_notes(plan, last=workers.losses())
     plan = kept(plan, key, found, workers, always=defaulted)
     if not plan.complete:

@@ -30,7 +30,7 @@ from autosplit.profiles.key import ProfileKey, workload_of
 from autosplit.rng import kept_rng
 from autosplit.runtime.encoded_error import decoded, encoded
 from autosplit.runtime.live_tensors import untouched
-from autosplit.runtime.prepare import Built, Followed, Source, build, follow, isolated_runtime, runtime_for
+from autosplit.runtime.prepare import Built, Prepared, Source, build, prepare
 from autosplit.runtime.protocol import Measurement
 from autosplit.tuning.peers import Failure, Interrupts, Peers
 from autosplit.workload.fingerprint import digest_of
@@ -38,7 +38,6 @@ from autosplit.workload.workload import Workload, modules_of
 
 if TYPE_CHECKING:  # Import types only, so that tuning in one process does not load torch.distributed.
     from autosplit.ddp.rendezvous import Place
-    from autosplit.runtime.subprocess_runtime import IsolatedRuntime
     from autosplit.tuning.rank_steps import RankSteps
 
 T = TypeVar("T")
@@ -87,27 +86,26 @@ def alone(request: Request, machine: dict[str, Any]) -> Job:
 
 
 class Worker(AbstractContextManager["Worker"]):
-    """Build, trace and measure the workload in one process, on this process's own devices.
+    """Build and measure the workload in one process, on this process's own devices.
 
     Args:
         source_of: Function that makes the source of a workload from its number. `tune` has one, number 0.
 
     Attributes:
         built: The current workload, after `build`.
-        followed: The traced workload, after `trace`.
-        prober: Measures this process's devices, after `trace`.
+        prepared: The workload and its runtime, after `prepare`.
+        prober: Measures this process's devices, after `prepare`.
         steps: Runs steps of all ranks together, after `begin_steps`. None before.
     """
 
     built: Built
-    followed: Followed
+    prepared: Prepared
     prober: Prober
     steps: RankSteps | None = None
 
     def __init__(self, job: Job, source_of: Callable[[int], Source], *, isolate: bool = False) -> None:
         self.job, self.peers = job, job.peers
         self._source_of, self._isolate = source_of, isolate
-        self._isolated: IsolatedRuntime | None = None
         self._closing, self._probing = ExitStack(), ExitStack()
 
     def __exit__(self, *_: object) -> None:
@@ -116,8 +114,8 @@ class Worker(AbstractContextManager["Worker"]):
 
     @property
     def workload(self) -> Workload:
-        """The workload that is traced."""
-        return self.followed.workload
+        """The workload that is measured."""
+        return self.prepared.workload
 
     # Called by the driver, in this order
 
@@ -125,8 +123,8 @@ class Worker(AbstractContextManager["Worker"]):
         """Build a workload. The previous one is closed."""
         source = self._source_of(number)
         self._closing.close()
-        self.steps = self._isolated = None
-        for name in ("built", "followed", "prober"):  # Free the previous traced copy before the next copy is made.
+        self.steps = None
+        for name in ("built", "prepared", "prober"):  # Free the previous copy before the next copy is made.
             self.__dict__.pop(name, None)
         self._closing.enter_context(kept_rng())
         self.built = build(source, self.job.devices)
@@ -136,37 +134,40 @@ class Worker(AbstractContextManager["Worker"]):
         """Describe the workload that was built."""
         return workload_of(self.built.workload)
 
-    def trace(
+    def prepare(
         self, largest_batch: int, remaining_s: float | None = None, described: Any = None
     ) -> tuple[tuple[Note, ...], tuple[int, ...]]:
-        """Trace a step and prepare to measure this process's devices.
+        """Prepare to measure this process's devices.
 
         Args:
-            described: See `follow`.
+            described: See `runtime.prepare.prepare`.
 
         Returns:
             Notes on the workload, and the memory that training may use on each device.
         """
-        job, world_size = self.job, self.peers.world_size
+        job = self.job
         if job.several:
             refuse_waiting(self.built.workload)
         deadline_s = Deadline(remaining_s).end_s
-        children = self._closing.enter_context(ExitStack())
-        if self._isolate:
-            source, devices, capacities_bytes = self.built.source, job.devices, job.capacities_bytes
-            self._isolated = isolated_runtime(source, devices, capacities_bytes, children, deadline_s=deadline_s)
-        self.followed = follow(self.built, job.devices, self._closing, self._isolated, described=described)
-        # Enter this stack last, so that a borrowed model is restored after the runtime has closed.
         self._probing = self._closing.enter_context(ExitStack())
-        self._probing.callback(children.close)
-        runtime = runtime_for(job.devices, job.capacities_bytes, self.followed, self._probing)
-        ranks = world_size if job.several else 0
-        self.prober = Prober(runtime, self.followed.tracer, largest_batch, num_ranks=ranks, deadline_s=deadline_s)
-        # The session and the prober refer to each other. Break this cycle. Otherwise the traced copy stays in memory
-        # after the tuning, because torch refers to a part of the cycle in a way that the garbage collector can't
-        # follow.
+        self.prepared = prepare(
+            self.built,
+            job.devices,
+            job.capacities_bytes,
+            self._probing,
+            largest_batch=largest_batch,
+            isolate=self._isolate,
+            deadline_s=deadline_s,
+            described=described,
+        )
+        runtime = self.prepared.runtime
+        ranks = self.peers.world_size if job.several else 0
+        self.prober = Prober(runtime, self.workload, largest_batch, num_ranks=ranks, deadline_s=deadline_s)
+        # The session and the prober refer to each other. Break this cycle. Otherwise the copy stays in memory after the
+        # tuning, because torch refers to a part of the cycle in a way that the garbage collector can't follow.
         self._closing.callback(setattr, self.prober, "report", str)
-        return self.followed.notes, runtime.capacities_bytes
+        capacities_bytes = runtime.capacities_bytes
+        return (*self.prober.notes(), *self.prepared.notes), capacities_bytes
 
     def begin_steps(self, options: DdpOptions) -> None:
         """Prepare steps of all ranks together, which replace the measurements of single devices."""
@@ -190,7 +191,8 @@ class Worker(AbstractContextManager["Worker"]):
 
     def losses(self) -> tuple[Note, ...]:
         """Return notes on isolated processes that died."""
-        return () if self._isolated is None else self._isolated.notes
+        isolated = self.prepared.isolated
+        return () if isolated is None else isolated.notes
 
     def store(self, key: ProfileKey, plan: Plan) -> tuple[Path | None, tuple[Note, ...]]:
         """Save a plan as a profile. Only the first rank of each machine saves it."""
@@ -239,22 +241,22 @@ class Workers:
             self._raised.append((error, self._peers.orders))
             raise
 
-    def trace(self, request: Request, key: ProfileKey) -> tuple[Request, tuple[Note, ...]]:
-        """Trace the workload on all ranks.
+    def prepare(self, request: Request, key: ProfileKey) -> tuple[Request, tuple[Note, ...]]:
+        """Prepare the workload on all ranks.
 
         Returns:
             The request, with the memory that is free after the isolated processes have started, and notes.
         """
-        traces = self.ask(Worker.trace, request.largest_batch, request.deadline.remaining_s, key.workload)
-        first = traces[0][0]
+        found = self.ask(Worker.prepare, request.largest_batch, request.deadline.remaining_s, key.workload)
+        first = found[0][0]
         others = [
             Note(note.kind, f"rank {rank}: {note}")
-            for rank, (notes, _) in enumerate(traces[1:], 1)
+            for rank, (notes, _) in enumerate(found[1:], 1)
             for note in notes
             if note not in first
         ]
         if not self.job.several:
-            request = replace(request, capacities_bytes=traces[0][1])
+            request = replace(request, capacities_bytes=found[0][1])
         return request, (*first, *others)
 
     def losses(self) -> tuple[Note, ...]:

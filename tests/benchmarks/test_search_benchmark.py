@@ -12,7 +12,7 @@ import workloads
 from folders import BENCHMARKS
 
 from autosplit import parse_devices
-from autosplit.runtime.tracer import Tracer, make_tracer
+from autosplit.sim.tracer import Tracer, make_tracer
 
 
 @pytest.fixture(scope="module")

@@ -28,22 +28,20 @@ from autosplit.runtime.memory_tracker import Tracker
 SPLITS = [(4, 6, 6), (1, 2, 13), (0, 8, 8), (16, 0, 0), (0, 0, 16)]
 
 
-class Moves:
+class Moves(Tracker):
     """Counts the copies between devices by their contents."""
 
-    def __init__(self):
+    def __init__(self, num_devices=3):
+        super().__init__([f"device {index}" for index in range(num_devices)], [None] * num_devices)
         self.counts = Counter()
 
-    def on_op(self, *_):
-        pass
-
-    def on_transfer(self, source, destination, nbytes, purpose):
+    def _has_moved(self, source, destination, nbytes, purpose):
         self.counts[purpose] += 1
 
 
-def tracked(num_devices=3, capacities=None, observer=None):
+def tracked(num_devices=3, capacities=None):
     names = [f"device {index}" for index in range(num_devices)]
-    return Tracker(names, capacities or [None] * num_devices, observer=observer)
+    return Tracker(names, capacities or [None] * num_devices)
 
 
 def assert_same_gradients(module, reference):
@@ -356,7 +354,7 @@ class TestCopies:
     def moves(keeps, micro_steps=4):
         observer = Moves()
         module = mlp()
-        with tracked(observer=observer):
+        with observer:
             wrapped = wrap(module, 4, 6, 6)
             for index in range(micro_steps):
                 with wrapped.no_sync() if keeps and index < micro_steps - 1 else nullcontext():
@@ -518,7 +516,7 @@ class TestSteps:
         module = copy.deepcopy(reference)
         batches = batches_of(16, 16, 16, 16, 16, 3)
         observer = Moves()
-        with tracked(observer=observer):
+        with observer:
             self.train(wrap(module, 4, 6, 6), module, batches, batch_size=16, effective_batch_size=64)
         self.train(reference, reference, batches, batch_size=16, effective_batch_size=64)
         for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):

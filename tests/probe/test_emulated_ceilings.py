@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from autosplit.devices.host_memory import FILLED_SHARE, HOST_SHARE
 from autosplit.devices.spec import parse_devices
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.probe.find_ceiling import find_ceiling
+from autosplit.probe.wall_search import MOST_FAILURES
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.protocol import StepShape
 
@@ -133,15 +135,25 @@ def workspaces() -> Iterator[Any]:
         emulated.workspaces(0.0)
 
 
-def test_they_are_exact_where_memory_is_what_is_allocated():
+def check(cases: list[Case]) -> None:
+    """Check the ceilings of many networks: 95% have 0.97 of the true ceiling, in the median after at most 18 steps."""
+    assert [case for case in cases if not 0.85 * case.truth <= case.found <= case.truth] == []
+    assert sum(case.found >= 0.97 * case.truth for case in cases) >= 0.95 * len(cases), cases
+    assert median(case.steps for case in cases) <= 18, cases
+    assert [case for case in cases if case.ooms > MOST_FAILURES] == []
+
+
+def test_they_are_near_where_memory_is_what_is_allocated():
     import emulated
 
     with emulated.without_cache():
-        cases = [looked_for(number, (6 + 2 * (number % 7)) * MIB) for number in range(CASES)]
-    assert sum(case.found == case.truth for case in cases) >= 0.95 * CASES, cases
-    assert [case for case in cases if case.found > case.truth] == []
-    assert [case for case in cases if case.ooms > 1] == []
-    assert [case for case in cases if case.steps > 8] == []
+        check([looked_for(number, (6 + 2 * (number % 7)) * MIB) for number in range(CASES)])
+
+
+def test_they_are_near_where_the_allocator_keeps_blocks():
+    """Segments have 2 or 20 MiB. Some cases get less memory, because no search goes beyond 65,536 samples."""
+    sizes = [24 if number % len(MODELS) == 0 or number % 5 == 4 else 64 + 16 * (number % 5) for number in range(CASES)]
+    check([looked_for(number, mib * MIB) for number, mib in enumerate(sizes)])
 
 
 def test_a_batchnorm_that_does_not_fit_is_not_tried_with_one_sample():
@@ -151,7 +163,7 @@ def test_a_batchnorm_that_does_not_fit_is_not_tried_with_one_sample():
     workload = Workload(model, batch, loss_fn=F.cross_entropy, optimizer=torch.optim.AdamW)
     reserve = parse_devices(SPEC)[0].capacity_bytes - 25_899_827  # DDP's buckets do not fit
     with pytest.raises(
-        DoesNotFitError, match=r"at batch 2: a real step needs more than the [0-9]+ bytes of its trace,"
+        DoesNotFitError, match=r"at batch 2: a step needs more than [0-9.]+ MiB \([0-9]+ bytes\),"
     ):
         find_ceiling(workload, SPEC, reserve=reserve, exact=True)
 
@@ -200,5 +212,5 @@ class TestMemoryOfTheHost:
 
 def test_they_are_near_where_segments_are_rounded_and_engines_are_tried():
     with workspaces():
-        cases = [looked_for(number, (64 + 16 * (number % 5)) * MIB) for number in (1, 2)]
+        cases = [looked_for(number, (64 + 16 * (number % 5)) * MIB) for number in (1, 2, 3)]
     assert [case for case in cases if not 0.97 * case.truth <= case.found <= case.truth] == []

@@ -30,8 +30,8 @@ from autosplit.plan.plan import Plan
 from autosplit.probe import gradient_check, gradient_runs
 from autosplit.probe.check_result import Check, error_text, is_count_expression
 from autosplit.probe.gradient_check import check, checks_for
-from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.tracked_step import wrapper_for
+from autosplit.torch_versions import FakeTensorMode
 from autosplit.workload.model_call import training_loss
 from autosplit.workload.tree import Whole, map_tensors
 from autosplit.workload.workload import Workload
@@ -583,6 +583,7 @@ class Placed(nn.Module):
         return self.head(self.embedding(tokens) + positions).squeeze(-1)
 
 
+@pytest.mark.whole
 def test_what_is_cut_in_doubt_is_said_where_another_size_fails():
     """A square batch does not show which dimension holds the samples. torch's error gave no remedy."""
     given = Workload(Placed(), (torch.randint(0, 9, (6, 6)), torch.randn(6, 4)), loss_fn=None)
@@ -709,7 +710,7 @@ def test_a_function_that_returns_a_workload_is_taken():
 
 
 def test_models_without_memory_are_not_checked():
-    with fake_mode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         workload = mlp()
     for without in (workload, replace(mlp(), model=nn.Linear(64, 10, device="meta"))):
         found, notes = checks_for(without)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from marks import for_release, slow
+from marks import for_release, slow, whole
 from noted import kinds
 from raised import raises
 from workloads import ALL, cnn, mlp, small, without_fakes
@@ -20,9 +20,8 @@ from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.probe.prober import Prober
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.model_copy import training_copy
-from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.simulated import traced_peaks
-from autosplit.runtime.tracer import make_tracer
+from autosplit.runtime.protocol import Facts, StepShape
+from autosplit.solve.memory import MemoryParts
 from autosplit.tuning.tune import tune
 
 pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
@@ -40,20 +39,29 @@ def shape_of(role: str, n: int) -> StepShape:
     return StepShape(((n,),), role, num_ranks=2 if role == "rank" else 1)
 
 
-def traced(workload, role: str, n: int, *, like_gpu: bool = True) -> int:
-    tracer, _ = make_tracer(workload, like_gpu=like_gpu)
-    return traced_peaks(tracer, shape_of(role, n))[-1]
+def traced(workload, role: str, sizes) -> dict[int, int]:
+    """Return the peak of each size from a trace."""
+    from autosplit.sim.simulated import traced_peaks
+    from autosplit.sim.tracer import make_tracer
+
+    tracer, _ = make_tracer(workload, like_gpu=True)
+    return {n: traced_peaks(tracer, shape_of(role, n))[-1] for n in sizes}
 
 
-def runs(workload, role: str, n: int, capacity_bytes: int) -> bool:
-    """Return whether a real step of n samples stays within a budget."""
+def measured(workload, role: str, n: int, capacity_bytes: int = 2**40) -> int:
+    """Return the peak of a real step within a budget."""
     devices, capacities = parse_devices(f"cpu:{capacity_bytes}B"), (capacity_bytes,)
     if role == "replica":
         companion = replace(devices[0], budgeted=False)
         devices, capacities = (companion, replace(devices[0], index=1)), (2**60, capacity_bytes)
-    runtime = CpuRuntime(devices, capacities, training_copy(workload, device=torch.device("cpu")))
+    runtime = CpuRuntime(devices, capacities, training_copy(workload, device=torch.device("cpu")), MOST)
+    return runtime.peaks(shape_of(role, n))[-1]
+
+
+def runs(workload, role: str, n: int, capacity_bytes: int) -> bool:
+    """Return whether a real step of n samples stays within a budget."""
     try:
-        runtime.peaks(shape_of(role, n))
+        measured(workload, role, n, capacity_bytes)
     except OutOfMemoryError:
         return False
     return True
@@ -65,13 +73,13 @@ KINDS = ["mlp", slow("cnn"), *(for_release(name) for name in ALL if name not in 
 
 
 class TestAgainstBruteForce:
+    @pytest.mark.whole
     @pytest.mark.parametrize("role", ROLES)
     @pytest.mark.parametrize("name", KINDS)
     def test_simulated(self, name, role):
         workload = ALL[name]()
-        tracer, _ = make_tracer(workload, like_gpu=True)
         least = 2 if role == "replica" and name == "cnn" else 1
-        peaks = {n: traced_peaks(tracer, shape_of(role, n))[-1] for n in range(least, 17)}
+        peaks = traced(workload, role, range(least, 17))
         capacity = (peaks[10] + peaks[11]) // 2 if peaks[11] > peaks[10] else peaks[11]
         expected = max(n for n in peaks if peaks[n] <= capacity)
         found = find_ceiling(workload, f"sim:RTX3090@{capacity}B", role=role, max_batch_size=16)
@@ -83,7 +91,7 @@ class TestAgainstBruteForce:
     @pytest.mark.parametrize("name", KINDS)
     def test_a_budget(self, name, role):
         workload = ALL[name]()
-        capacity = traced(workload, role, 24, like_gpu=False) + 256
+        capacity = measured(workload, role, 24) + 256
         found = find_ceiling(workload, f"cpu:{capacity}B", role=role, max_batch_size=MOST)
         assert found.confirmed
         assert runs(workload, role, found.batch_size, capacity)
@@ -95,7 +103,7 @@ class TestAgainstBruteForce:
     @pytest.mark.slow
     def test_exact_also_refutes_one_more(self):
         workload = ALL["char_gpt"]()
-        capacity = traced(workload, "rank", 24, like_gpu=False) + 256
+        capacity = measured(workload, "rank", 24) + 256
         found = find_ceiling(workload, f"cpu:{capacity}B", exact=True, max_batch_size=MOST)
         assert found.ooms >= 1
         assert not runs(workload, "rank", found.batch_size + 1, capacity)
@@ -103,7 +111,7 @@ class TestAgainstBruteForce:
 
 
 class TestLimits:
-    @pytest.mark.parametrize("device", ["sim:RTX3090", "cpu:64MiB"])
+    @pytest.mark.parametrize("device", [whole("sim:RTX3090"), "cpu:64MiB"])
     def test_it_looks_no_further_than_asked(self, device):
         found = find_ceiling(mlp(), device, max_batch_size=5)
         assert (found.batch_size, found.limited_by) == (5, "max_batch_size")
@@ -115,32 +123,57 @@ class TestLimits:
         assert found.confirmed
         assert found.role == "rank"
 
-    @pytest.mark.parametrize("device", ["sim:RTX3090", "cpu:64MiB", "cpu"])
+    @pytest.mark.parametrize("device", [whole("sim:RTX3090"), "cpu:64MiB", "cpu"])
     def test_batchnorm_needs_two(self, device):
         assert find_ceiling(small(), device, role="primary", max_batch_size=2).batch_size == 2
         with raises(DoesNotFitError):
             find_ceiling(small(), device, role="primary", max_batch_size=1)
 
-    @pytest.mark.parametrize("kind", ["sim:RTX3090@{}B", "cpu:{}B"])
+    @pytest.mark.parametrize("kind", [whole("sim:RTX3090@{}B"), "cpu:{}B"])
     def test_batchnorm_where_two_just_fit(self, kind):
         workload = small()
-        capacity = traced(workload, "primary", 2, like_gpu=kind.startswith("sim"))
+        simulated = kind.startswith("sim")
+        capacity = traced(workload, "primary", [2])[2] if simulated else measured(workload, "primary", 2)
         assert find_ceiling(workload, kind.format(capacity), role="primary", max_batch_size=9).batch_size >= 2
         with pytest.raises(DoesNotFitError, match="at batch 2"):
             find_ceiling(workload, kind.format(capacity - 512), role="primary", max_batch_size=9)
 
 
+FIXED_BYTES, SAMPLE_BYTES = 20_000, 1_000
+
+
+def bytes_of(n: int) -> int:
+    """Return the predicted peak of a step of n samples. An idle device has none."""
+    return FIXED_BYTES + SAMPLE_BYTES * n if n else 0
+
+
 class StandIn:
-    """Real devices as the prober uses them. Their peaks come from traces, plus an amount set by the test."""
+    """Real devices as the prober uses them. Their peaks are the predictions, plus an amount set by the test."""
 
     simulated = False
     shares_processor = True
 
-    def __init__(self, tracer, capacities, *, offset=lambda n: 0, fails=lambda n: None):
+    def __init__(self, capacities, *, offset=lambda n: 0, fails=lambda n: None):
         self.devices = parse_devices(",".join(f"cpu:{capacity}B" for capacity in capacities))
         self.capacities_bytes = tuple(capacities)
-        self.tracer, self.offset, self.fails = tracer, offset, fails
+        self.offset, self.fails = offset, fails
         self.sizes = []
+
+    @property
+    def steps(self):
+        return len(self.sizes)
+
+    def facts(self):
+        return Facts()
+
+    def known_parts(self, shape):
+        return tuple(MemoryParts(FIXED_BYTES, 0, 0, 0, 0) for _ in self.devices)
+
+    def predicted(self, shape):
+        return tuple(MemoryParts(0, 0, 0, 0, bytes_of(n)) for n in shape.splits[0])
+
+    def prediction_holds(self, shape):
+        return True
 
     def peaks(self, shape):
         n = max(shape.splits[0])
@@ -148,27 +181,26 @@ class StandIn:
         error = self.fails(n)
         if error is not None:
             raise error
-        peaks = tuple(peak and peak + self.offset(n) for peak in traced_peaks(self.tracer, shape))
+        peaks = tuple(own and bytes_of(own) + self.offset(n) for own in shape.splits[0])
         for index, (peak, capacity) in enumerate(zip(peaks, self.capacities_bytes, strict=True)):
             if peak > capacity:
                 raise OutOfMemoryError("full", device_index=index)
         return peaks
 
 
-@pytest.fixture(scope="module")
-def tracer():
-    return make_tracer(mlp(), like_gpu=False)[0]
+def capacity_for(n: int) -> int:
+    return bytes_of(n) + 128
 
 
-def capacity_for(tracer, n: int) -> int:
-    return traced_peaks(tracer, StepShape(((n,),)))[0] + 128
+def prober_of(runtime) -> Prober:
+    return Prober(runtime, mlp(), 4096)
 
 
-class TestOffTheTrace:
-    def test_a_constant_beyond_the_trace_costs_no_failure(self, tracer):
+class TestOffThePrediction:
+    def test_a_constant_beyond_the_prediction_costs_no_failure(self):
         """CUDA workspaces and fragmentation. Small real steps show them before the ceiling is tried."""
-        runtime = StandIn(tracer, [capacity_for(tracer, 300)], offset=lambda n: 30 * KIB)
-        found = ceiling_of(Prober(runtime, tracer, 4096), 0, "primary")
+        runtime = StandIn([capacity_for(300)], offset=lambda n: 30 * KIB)
+        found = ceiling_of(prober_of(runtime), 0, "primary")
         assert found.ooms == 0
         assert found.batch_size < 300
         runtime.peaks(StepShape(((found.batch_size,),)))
@@ -176,19 +208,18 @@ class TestOffTheTrace:
             runtime.peaks(StepShape(((found.batch_size + 1,),)))
 
     @pytest.mark.parametrize("share", [0.1, -0.1])
-    def test_a_slope_beside_the_trace_is_followed(self, tracer, share):
-        per_sample = capacity_for(tracer, 301) - capacity_for(tracer, 300)
-        runtime = StandIn(tracer, [capacity_for(tracer, 300)], offset=lambda n: int(share * per_sample * n))
-        found = ceiling_of(Prober(runtime, tracer, 4096), 0, "primary")
+    def test_a_slope_beside_the_prediction_is_followed(self, share):
+        runtime = StandIn([capacity_for(300)], offset=lambda n: int(share * SAMPLE_BYTES * n))
+        found = ceiling_of(prober_of(runtime), 0, "primary")
         assert found.ooms == 0
         assert found.steps <= 5
         runtime.peaks(StepShape(((found.batch_size,),)))
         with pytest.raises(OutOfMemoryError):
             runtime.peaks(StepShape(((found.batch_size + 1,),)))
 
-    def test_a_peak_that_falls_with_the_batch_gives_a_line_without_slope(self, tracer):
+    def test_a_peak_that_falls_with_the_batch_gives_a_line_without_slope(self):
         """A plan with -64 bytes per sample was refused after the whole tuning."""
-        prober = Prober(StandIn(tracer, [capacity_for(tracer, 300)]), tracer, 4096)
+        prober = prober_of(StandIn([capacity_for(300)]))
         assert prober.line(lambda n: 10_000 - 64 * n, 8) == (10_000 - 64 * 8, 0)
 
 
@@ -199,32 +230,29 @@ class TestKernelLimits:
     def limited(n):
         return RuntimeError("input tensor must fit into 32-bit index math") if n > 37 else None
 
-    def test_end_the_search_and_are_no_lack_of_memory(self, tracer):
-        runtime = StandIn(tracer, [capacity_for(tracer, 300)], fails=self.limited)
-        found = ceiling_of(Prober(runtime, tracer, 4096), 0, "primary")
+    def test_end_the_search_and_are_no_lack_of_memory(self):
+        runtime = StandIn([capacity_for(300)], fails=self.limited)
+        found = ceiling_of(prober_of(runtime), 0, "primary")
         assert (found.limited_by, found.ooms, found.confirmed) == ("kernel", 0, True)
         assert 30 <= found.batch_size <= 37
 
-    def test_another_error_passes(self, tracer):
+    def test_another_error_passes(self):
         fails = lambda n: RuntimeError("illegal memory access") if n > 37 else None
         with pytest.raises(RuntimeError, match="illegal memory access"):
-            ceiling_of(Prober(StandIn(tracer, [capacity_for(tracer, 300)], fails=fails), tracer, 4096), 0, "primary")
+            ceiling_of(prober_of(StandIn([capacity_for(300)], fails=fails)), 0, "primary")
 
 
 class TestEqualDevices:
-    def test_are_probed_once_and_confirmed_on_each(self, tracer):
-        capacity = capacity_for(tracer, 300)
-        runtime = StandIn(tracer, [capacity] * 3)
-        prober = Prober(runtime, tracer, 4096)
+    def test_are_probed_once_and_confirmed_on_each(self):
+        prober = prober_of(StandIn([capacity_for(300)] * 3))
         found = [ceiling_of(prober, index, "rank") for index in range(3)]
-        assert [ceiling.batch_size for ceiling in found] == [found[0].batch_size] * 3
-        assert [ceiling.steps for ceiling in found] == [3, 1, 1]
+        assert [ceiling.batch_size for ceiling in found] == [300] * 3
+        assert [ceiling.steps for ceiling in found] == [2, 1, 1]
         assert all(ceiling.confirmed for ceiling in found)
 
-    def test_one_that_turns_out_otherwise_is_searched(self, tracer):
-        capacity = capacity_for(tracer, 300)
-        runtime = StandIn(tracer, [capacity] * 2)
-        prober = Prober(runtime, tracer, 4096)
+    def test_one_that_turns_out_otherwise_is_searched(self):
+        runtime = StandIn([capacity_for(300)] * 2)
+        prober = prober_of(runtime)
         first = ceiling_of(prober, 0, "rank")
         runtime.offset = lambda n: 20 * KIB
         second = ceiling_of(prober, 1, "rank")
@@ -233,9 +261,9 @@ class TestEqualDevices:
 
 
 class TestUnfakeable:
-    @pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:1MiB,cpu:1MiB"])
-    def test_the_plan_says_so(self, devices):
-        plan = tune(without_fakes(), devices=devices, max_batch_size=8, n_trials=2, profile="off")
+    @pytest.mark.whole
+    def test_the_plan_says_so(self):
+        plan = tune(without_fakes(), devices="sim:2xRTX3090", max_batch_size=8, n_trials=2, profile="off")
         assert "real-tensors" in kinds(plan.notes)
 
 
@@ -248,7 +276,7 @@ class TestErrors:
         with raises(InputError, "'boss'"):
             find_ceiling(mlp(), "sim:RTX3090", role="boss")
 
-    @pytest.mark.parametrize("device", ["sim:RTX3090@1KiB", "cpu:1KiB"])
+    @pytest.mark.parametrize("device", [whole("sim:RTX3090@1KiB"), "cpu:1KiB"])
     @pytest.mark.parametrize("role", ROLES)
     def test_what_does_not_fit(self, device, role):
         with pytest.raises(DoesNotFitError, match="needs") as caught:

@@ -8,19 +8,15 @@ import random
 import pytest
 import torch
 import workloads
-from marks import for_release
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.devices.transfer import transfer
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.parallel.balanced import BalancedDataParallel
-from autosplit.runtime.fake_copy import fake_mode
-from autosplit.runtime.memory_tracker import BLOCK_BYTES, Tracker, rounded
+from autosplit.rng import HIGHEST, LOWEST, ExtremeDraws
+from autosplit.runtime.memory_tracker import BLOCK_BYTES, Entry, Tracker
 from autosplit.runtime.model_copy import training_copy
-from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.tracer import Tracer
-from autosplit.runtime.tracked_step import run_placed
 from autosplit.workload.workload import Workload
 
 
@@ -101,6 +97,51 @@ class TestCounting:
             del sparse, doubled
             gc.collect()
             assert tracker.live_bytes[0] == before
+
+
+class TestEntries:
+    def test_are_all_storages_in_order_with_their_exact_sizes(self):
+        with follow(2, accounts=True) as tracker:
+            weight = placed(tracker, 100, device=1)
+            tracker.classify(weight, "parameters")
+            product = weight * 2
+            tracker.classify(product, "gradients")  # a gradient is known only when it is on its parameter
+            del product
+            assert tracker.live_bytes == [0, 512]
+        assert tracker.entries() == (
+            Entry("parameters", 1, 400),
+            Entry("gradients", 1, 400),
+            Entry("gradients", 1, -400),
+        )
+
+    def test_a_copy_has_the_purpose_of_its_transfer(self):
+        with follow(2, accounts=True) as tracker:
+            weight = placed(tracker, 100)
+            copies = [transfer(weight, 0, 1, purpose) for purpose in ("parameter", "input")]
+            assert [tracker.device_of(copy) for copy in copies] == [1, 1]
+        assert [(entry.kind, entry.device) for entry in tracker.entries()] == [
+            ("activations", 0),
+            ("parameters", 1),
+            ("activations", 1),
+        ]
+
+
+class TestDraws:
+    @pytest.mark.parametrize(("turned", "number"), [(False, HIGHEST), (True, LOWEST)])
+    def test_few_random_numbers_are_the_most_extreme(self, turned, number):
+        """They decide which layers run. A layer that was skipped by chance took no memory."""
+        draws = ExtremeDraws()
+        if turned:
+            draws.turn()
+        with follow(draws=draws):
+            assert torch.rand(3).tolist() == [number] * 3
+            assert torch.bernoulli(torch.full((2,), 0.5)).tolist() == [round(number)] * 2
+            assert 0 < torch.rand(1000).std() < 1, "no layers are chosen by so many numbers"
+        assert draws.count == 2
+
+    def test_numbers_on_a_device_are_random(self):
+        with follow(draws=ExtremeDraws()) as tracker:
+            assert placed(tracker, 8).uniform_().unique().numel() > 1
 
 
 class TestProvisional:
@@ -190,47 +231,3 @@ class TestOutOfMemory:
             del caught
             gc.collect()
             assert tracker.live_bytes == [0, 0]
-
-
-@pytest.fixture(params=[True, False], ids=["onednn", "native"])
-def _onednn(request, monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", request.param)
-
-
-def assert_fake_is_real(make, splits):
-    found = []
-    for mode in (None, fake_mode()):
-        trainee = training_copy(make(), mode=mode)
-        peaks = [run_placed(trainee, StepShape(splits), follow(len(splits[0])), lambda phase: None) for _ in range(2)]
-        found.append(peaks)
-    assert found[0] == found[1]
-    assert found[0][0][0] <= found[0][1][0]  # the second step has the optimizer's state from the start
-
-
-@pytest.mark.usefixtures("_onednn")
-@pytest.mark.parametrize("make", [for_release(char_gpt), mlp, lstm])
-@pytest.mark.parametrize("splits", [((5,),), ((2, 3),), ((0, 5, 2),), ((3, 4), (3, 4))], ids=str)
-def test_fake_peaks_are_real_peaks_to_the_byte(make, splits):
-    assert_fake_is_real(make, splits)
-
-
-def frozen_first() -> Workload:
-    workload = mlp()
-    workload.model[0].requires_grad_(False)
-    return workload
-
-
-@pytest.mark.parametrize("splits", [((5,),), ((2, 3),), ((3, 4), (3, 4))], ids=str)
-def test_what_is_frozen_has_neither_gradient_nor_optimizer_state(splits):
-    assert_fake_is_real(frozen_first, splits)
-    tracer = Tracer(frozen_first(), fake=True, like_gpu=False)
-    parts = tracer.trace(StepShape(splits)).parts[0]
-    parameters = list(tracer.trainee.models.given.parameters())
-    trained = [p for p in parameters if p.requires_grad]
-    assert 0 < len(trained) < len(parameters)
-    frozen_bytes = sum(rounded(p.nbytes) for p in parameters if not p.requires_grad)
-    trained_bytes = sum(rounded(p.nbytes) for p in trained)
-    assert frozen_bytes > 0
-    assert parts.parameters_bytes >= frozen_bytes + trained_bytes
-    assert parts.optimizer_bytes == 2 * trained_bytes  # AdamW's two moments
-    assert {id(p) for p in trained} == {id(p) for p in tracer._with_gradient}

@@ -1,4 +1,4 @@
-"""Staging: turn the arguments of tune() into a workload to trace, and give the model back unchanged."""
+"""Turn the arguments of tune() into a workload and its runtime, and give the model back unchanged."""
 
 from __future__ import annotations
 
@@ -8,134 +8,30 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from marks import for_release
-from noted import kinds
+from marks import for_release, whole
 from raised import raises
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from workloads import Uncopyable, net, small
 
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import UserCodeError, WorkloadError
-from autosplit.profiles.key import workload_of
-from autosplit.runtime import accelerator, prepare
-from autosplit.runtime.prepare import Followed, build, follow
+from autosplit.runtime import accelerator
+from autosplit.runtime.prepare import Prepared, build, prepare
 from autosplit.tuning.tune import tune
 from autosplit.workload.workload import Workload
 
 
-def staged(source, devices, closing) -> Followed:
-    return follow(build(source, devices), devices, closing)
+def staged(source, devices, closing) -> Prepared:
+    capacities = tuple(device.capacity_bytes for device in devices)
+    return prepare(build(source, devices), devices, capacities, closing, largest_batch=64)
 
 
 SIM, CPU = parse_devices("sim:RTX3090"), parse_devices("cpu:1MiB")
 
 
-@pytest.fixture
-def nothing_is_small(monkeypatch):
-    """Treat every model as a large model."""
-    monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
-
-
-def test_what_is_small_is_built_once_and_for_real_for_cards_that_are_not_there():
-    """A saved plan is then found without waiting for torch's compiler."""
-    calls = []
-    with ExitStack() as closing:
-        followed = staged(lambda: calls.append(1) or small(), SIM, closing)
-    assert len(calls) == 1
-    assert not any(isinstance(parameter, FakeTensor) for parameter in followed.workload.model.parameters())
-    assert followed.tracer.fake
-    assert followed.rebuild is None
-
-
-class Masked(nn.Module):
-    """A model that keeps tensors and numbers outside of parameters and buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.25)
-        self.register_buffer("mask", torch.tril(torch.ones(3, 3)))
-        self.scale, self.positions = 0.5, torch.arange(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) * self.scale
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        small,
-        lambda: Workload(Masked(), torch.rand(4, 3, 8), optimizer=torch.optim.SGD),
-        lambda: Workload(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.rand(2, 3, 8, 8)),
-        lambda: Workload(model := nn.Linear(3, 3), torch.rand(2, 3), optimizer=torch.optim.AdamW(model.parameters())),
-    ],
-)
-def test_it_is_the_same_workload_to_a_profile_however_it_is_built(made, monkeypatch):
-    """Otherwise the profile is lost if the model counts as large in another torch version."""
-    for_real = build(made, SIM)
-    monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
-    without_memory = build(made, SIM)
-    assert (for_real.fake, without_memory.fake) == (False, True)
-    assert workload_of(for_real.workload) == workload_of(without_memory.workload)
-
-
-@pytest.mark.slow
-def test_it_is_the_same_plan_however_it_is_built(monkeypatch):
-    plan = tune(small, devices="sim:2xRTX3090", n_trials=2, profile="off")
-    monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
-    other = tune(small, devices="sim:2xRTX3090", n_trials=2, profile="off")
-    assert (plan.split, plan.ceilings, plan.samples_per_s) == (other.split, other.ceilings, other.samples_per_s)
-
-
-@pytest.mark.usefixtures("nothing_is_small")
-def test_a_function_is_built_under_fake_tensors_for_cards_that_are_not_there():
-    with ExitStack() as closing:
-        followed = staged(small, SIM, closing)
-    assert all(isinstance(parameter, FakeTensor) for parameter in followed.workload.model.parameters())
-    assert followed.tracer.fake
-
-
-@pytest.mark.usefixtures("nothing_is_small")
-def test_a_function_that_reads_numbers_is_built_for_real_and_said_so():
-    def reading() -> Workload:
-        workload = small()
-        assert workload.model[0].weight.abs().max().item() > 0
-        return workload
-
-    with ExitStack() as closing:
-        followed = staged(reading, SIM, closing)
-    assert followed.notes[0].kind == "real-tensors"
-
-
-class Picky(nn.Module):
-    """A model whose control flow depends on values."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.layer(x) if x.sum() > 0 else self.layer(-x)
-
-
-@pytest.mark.usefixtures("nothing_is_small")
-def test_what_can_not_be_followed_is_not_built_where_it_would_fill_this_machine(monkeypatch):
-    def picky() -> Workload:
-        return Workload(Picky(), torch.rand(4, 3))
-
-    with ExitStack() as closing:
-        followed = staged(picky, SIM, closing)
-    assert "real-tensors" in kinds(followed.notes)
-    assert "values-from-sample" in kinds(followed.notes)
-    monkeypatch.setattr(prepare, "available_host_bytes", lambda: 95)
-    said = r"\(DataDependentOutputException: .*needs 96 B, "
-    with ExitStack() as closing, pytest.raises(WorkloadError, match=said):
-        staged(picky, SIM, closing)
-
-
-@pytest.mark.parametrize("devices", [SIM, CPU])
+@pytest.mark.parametrize("devices", [whole(SIM), CPU])
 def test_a_borrowed_model_is_given_back_when_all_is_closed(devices):
     model = Uncopyable()
     before = {name: (tensor, tensor.data_ptr()) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -158,7 +54,7 @@ def test_a_borrowed_model_is_given_back_where_it_can_not_be_followed(error):
 
     workload = small(model, loss_fn=None, compute_loss=fail)
     with ExitStack() as closing, pytest.raises((UserCodeError, KeyboardInterrupt)):
-        staged(workload, CPU, closing)
+        staged(workload, CPU, closing).runtime.facts()
     assert [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())] == pointers
 
 
@@ -208,6 +104,7 @@ KINDS = {
 QUICK_KINDS = ("UserDict", "make_batch", "batch_dim 1", "bf16")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("devices", ["sim:2xRTX3090", for_release("cpu:1MiB,cpu:1MiB")])
 @pytest.mark.parametrize("kind", [kind if kind in QUICK_KINDS else for_release(kind) for kind in KINDS])
 def test_batches_of_every_kind_are_tuned(kind, devices):
@@ -216,6 +113,7 @@ def test_batches_of_every_kind_are_tuned(kind, devices):
     assert plan.effective_batch_size == 12
 
 
+@pytest.mark.whole
 def test_a_model_without_memory_is_planned_for_cards_and_refused_here():
     with torch.device("meta"):
         model = net()

@@ -26,11 +26,10 @@ from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.runtime import child_process
 from autosplit.runtime import subprocess_runtime as isolated
 from autosplit.runtime.child_process import ChildLostError, LostCauseError
-from autosplit.runtime.prepare import build, follow, isolated_runtime, runtime_for
+from autosplit.runtime.prepare import Built, build, prepare
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime, StepLostError
 from autosplit.solve import optuna_search
-from autosplit.tuning import sensitivity
 from autosplit.tuning.tune import tune
 
 CPU = parse_devices("cpu:1MiB")
@@ -39,6 +38,10 @@ CAPACITIES = (CPU[0].capacity_bytes,)
 
 def rank(n: int) -> StepShape:
     return StepShape(((n,),), "rank")
+
+
+def isolated_runtime(source, devices, capacities_bytes, closing):
+    return prepare(Built(source, small()), devices, capacities_bytes, closing, largest_batch=512, isolate=True).runtime
 
 
 @pytest.fixture
@@ -55,12 +58,9 @@ def start():
 @pytest.mark.slow
 def test_it_measures_what_is_measured_here_and_goes_on_after_a_death(start):
     source = partial(deadly, "kill", 100)
-    apart = start(source)
     with ExitStack() as closing:
-        built = build(source, CPU)
-        here = runtime_for(CPU, CAPACITIES, follow(built, CPU, closing), closing)
-        there = runtime_for(CPU, CAPACITIES, follow(built, CPU, closing, apart), closing)
-        assert there is apart
+        here = prepare(build(source, CPU), CPU, CAPACITIES, closing, largest_batch=512).runtime
+        there = start(source)
         assert (there.simulated, there.shares_processor) == (here.simulated, here.shares_processor)
         assert [there.peaks(rank(n)) for n in (4, 9)] == [here.peaks(rank(n)) for n in (4, 9)]
         assert there.measure(rank(4), budget_s=0.01).seconds > 0
@@ -120,7 +120,7 @@ class FakeChild:
         answer = self.answers.pop(0) if self.answers else (1,)
         if isinstance(answer, BaseException):
             raise answer
-        return answer
+        return answer, 1
 
 
 class clock:
@@ -249,6 +249,7 @@ class Failing:
     """A runtime on a GPU whose steps raise the next prepared error."""
 
     devices = (replace(CPU[0], kind="cuda", index=1),)
+    steps = 0
 
     def __init__(self, *errors):
         self.errors = list(errors)
@@ -277,7 +278,7 @@ def test_an_error_after_which_cuda_answers_no_more_costs_the_process(monkeypatch
     with pytest.raises(
         LostCauseError, match=r"^lost the CUDA device: RuntimeError: CUDA error: device-side assert triggered$"
     ):
-        served(monkeypatch, error, is_lost=True).peaks(rank(4))
+        served(monkeypatch, error, is_lost=True).run("peaks", (rank(4),), {})
 
 
 def test_every_way_to_run_out_of_memory_is_one(monkeypatch):
@@ -285,18 +286,18 @@ def test_every_way_to_run_out_of_memory_is_one(monkeypatch):
     runtime = served(monkeypatch, *errors)
     for _ in errors:
         with pytest.raises(OutOfMemoryError, match=r"^Out of memory: "):
-            runtime.peaks(rank(4))
+            runtime.run("peaks", (rank(4),), {})
 
 
 def test_what_may_mean_memory_means_it_after_a_step_that_ran(monkeypatch):
     error = RuntimeError("GET was unable to find an engine to execute this computation")
     runtime = served(monkeypatch, error, None, error)
     with pytest.raises(RuntimeError) as caught:
-        runtime.peaks(rank(4))
+        runtime.run("peaks", (rank(4),), {})
     assert caught.value is error
-    runtime.peaks(rank(4))
+    runtime.run("peaks", (rank(4),), {})
     with pytest.raises(OutOfMemoryError):
-        runtime.peaks(rank(4))
+        runtime.run("peaks", (rank(4),), {})
 
 
 @pytest.mark.gpu
@@ -378,7 +379,7 @@ def only_hanging_takes_time(monkeypatch, tmp_path):
     monkeypatch.setenv("HANGING_FOLDER", str(tmp_path))
     monkeypatch.setattr(child_process, "wait", waited)
     clock = SimpleNamespace(monotonic=lambda: now_s, perf_counter=time.perf_counter)
-    for module in (child_process, isolated, gradient_runs, optuna_search, prober, request, sensitivity):
+    for module in (child_process, isolated, gradient_runs, optuna_search, prober, request):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

@@ -18,7 +18,7 @@ from autosplit.cli.main import main
 from autosplit.cli.workload_spec import built_workload, workload_of_spec
 from autosplit.errors import InputError, WorkloadError
 from autosplit.profiles.key import workload_of
-from autosplit.runtime.fake_copy import built_without_memory, fake_mode
+from autosplit.sim.fake_copy import built_without_memory, fake_mode
 from autosplit.sim.from_name import workload_from_name
 from autosplit.workload.model_call import assumptions, training_loss
 from autosplit.workload.workload import Workload

@@ -15,8 +15,8 @@ from autosplit import BalancedDataParallel, find_ceiling, workload_from_name
 from autosplit.cli.main import main
 from autosplit.errors import InputError, WorkloadError
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.tracer import Tracer
 from autosplit.sim.lora import Lora
+from autosplit.sim.tracer import Tracer
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],

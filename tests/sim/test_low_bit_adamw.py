@@ -6,7 +6,7 @@ from raised import raises
 from torch import nn
 
 from autosplit.errors import InputError
-from autosplit.runtime.fake_copy import fake_mode
+from autosplit.sim.fake_copy import fake_mode
 from autosplit.sim.low_bit_adamw import LowBitAdamW, named_optimizer
 
 

@@ -184,7 +184,7 @@ def without_memory() -> list[Any]:
     found = []
     with jobs.joined(request) as job:
         given = workload()
-        runtime = CpuRuntime(job.devices, job.capacities_bytes, training_copy(given, device=job.device))
+        runtime = CpuRuntime(job.devices, job.capacities_bytes, training_copy(given, device=job.device), 64)
         steps = RankSteps(given, runtime, job.device, job.peers, backend="gloo", options=DdpOptions().keywords())
         for sizes in ((100_000, 4), (4, 100_000), (100_000, 4), (4, 4), (4, 100_000), (4, 4)):
             result = steps.measured([sizes[rank_here()]], budget_s=0.1)
@@ -203,7 +203,7 @@ def batches_made() -> int:
 
     with jobs.joined(checked_request(devices=DEVICES, strategy="ddp")) as job:
         given = workload(make_batch=make)
-        runtime = CpuRuntime(job.devices, job.capacities_bytes, training_copy(given, device=job.device))
+        runtime = CpuRuntime(job.devices, job.capacities_bytes, training_copy(given, device=job.device), 64)
         steps = RankSteps(given, runtime, job.device, job.peers, backend="gloo", options=DdpOptions().keywords())
         steps._dry = lambda _sizes: made.clear() or 0  # makes its own batch
         steps.measured([4, 3], budget_s=0.1)
@@ -240,7 +240,7 @@ def spinning_for_one_without_memory() -> list[Any]:
                     raise error
 
             given = workload(compute_loss=Trap(spring, after=2))
-            runtime = CpuRuntime(job.devices, job.capacities_bytes, training_copy(given, device=job.device))
+            runtime = CpuRuntime(job.devices, job.capacities_bytes, training_copy(given, device=job.device), 64)
             options = DdpOptions().keywords()
             steps = RankSteps(given, runtime, job.device, job.peers, backend=spinning.NAME, options=options)
             for _ in range(2):

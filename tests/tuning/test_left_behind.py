@@ -42,8 +42,6 @@ from autosplit.parallel.accumulation import current_accumulation
 from autosplit.plan.plan import Plan
 from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.runtime import cpu
-from autosplit.runtime import tracer as tracing
-from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.solve.memory import Ceiling
 from autosplit.torch_versions import default_device
@@ -51,6 +49,10 @@ from autosplit.tuning.progress import Progress
 from autosplit.tuning.tune import TuningInterrupted, tune
 from autosplit.workload.model_call import training_loss
 from autosplit.workload.workload import Workload, modules_of
+
+tracing = pytest.importorskip("autosplit.sim.tracer")  # absent in tests of the core alone
+from autosplit.sim.fake_copy import fake_mode  # noqa: E402
+from autosplit.sim.trace_tracker import TraceTracker  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
 
@@ -300,13 +302,17 @@ class Books(Tracker):
         self._held.clear()
 
 
+class TracedBooks(Books, TraceTracker):
+    """The same for traces."""
+
+
 @pytest.fixture(autouse=True)
 def books(monkeypatch):
     """Every tracker of the test. At the end none has a byte left, because all traced models were copies."""
     opened: list[Books] = []
     monkeypatch.setattr(Books, "opened", opened, raising=False)
     monkeypatch.setattr(cpu, "Tracker", Books)
-    monkeypatch.setattr(tracing, "Tracker", Books)
+    monkeypatch.setattr(tracing, "TraceTracker", TracedBooks)
     yield opened
     gc.collect()
     left = [tracker.live_bytes for tracker in opened if any(tracker.live_bytes)]
@@ -590,11 +596,7 @@ PHASES = {
     "copying the model again": Phase("copy the model", which="last"),
     "copying the optimizer": Phase("copy the optimizer"),
     "copying the optimizer again": Phase("copy the optimizer", which="last"),
-    "the first trace": Phase("forward"),
-    "a later trace": Phase("forward", "trace", "middle"),
-    "a traced loss": Phase("loss", "trace", "middle"),
-    "a traced backward": Phase("backward", "trace", "middle"),
-    "a traced update": Phase("update", "trace", "middle"),
+    "the first forward": Phase("forward"),
     "making a batch": Phase("batch", "step", "middle"),
     "a forward": Phase("forward", "step", "middle"),
     "a loss": Phase("loss", "step", "middle"),
@@ -604,6 +606,14 @@ PHASES = {
     "the confirming step's update": Phase("update", "step", "last"),
 }
 """Phases of a probe, in order."""
+
+TRACED = {
+    "a later trace": Phase("forward", "trace", "middle"),
+    "a traced loss": Phase("loss", "trace", "middle"),
+    "a traced backward": Phase("backward", "trace", "middle"),
+    "a traced update": Phase("update", "trace", "middle"),
+}
+"""Phases of a tuning for simulated GPUs."""
 
 TUNED = {
     "between two probes": Phase("progress", which="middle", stage="ceilings"),
@@ -633,11 +643,10 @@ def check_phase(kind: str, phase: Phase, error: type[BaseException], devices: st
     ended = outcome(functools.partial(case.plan, devices) if devices else case.ceiling)
     if error is KeyboardInterrupt:
         assert ended is (TuningInterrupted if devices else KeyboardInterrupt)
-    elif phase.point == "copy the model" or (phase == PHASES["a traced update"] and kind == "copied"):
-        # The model itself then runs. Only the first traces follow fake updates, and real updates replace these.
-        assert ended is None
-    elif phase in (PHASES["a traced loss"], PHASES["a traced backward"]) and kind != "borrowed":
-        assert ended is None  # of the step that predicts the others, which are traced themselves
+    elif phase.point == "copy the model":
+        assert ended is None  # the model itself then runs
+    elif phase in TRACED.values():
+        assert ended in (None, UserCodeError)  # after the trace that predicts the others failed, each step is traced
     else:
         assert ended in (UserCodeError, ZeroDivisionError)
     case.live.watch.check()
@@ -697,7 +706,7 @@ def half_of_all(quick: dict[str, tuple[str, ...]]) -> list[Any]:
 
 
 class TestDisturbedProbes:
-    @pytest.mark.parametrize(("phase", "error"), phases_of("copied", "the first trace", "a backward", "an update"))
+    @pytest.mark.parametrize(("phase", "error"), phases_of("copied", "the first forward", "a backward", "an update"))
     def test_of_a_copy(self, phase, error, books):
         check_phase("copied", phase, error, "", books)
 
@@ -712,6 +721,13 @@ class TestDisturbedProbes:
 )
 def test_disturbed_tunings(kind, phase, error, devices, books):
     check_phase(kind, phase, error, devices, books)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("phase", TRACED.values(), ids=TRACED)
+def test_disturbed_traces(phase, error, books):
+    check_phase("copied", phase, error, SIMULATED, books)
 
 
 @pytest.mark.slow
@@ -850,7 +866,7 @@ def tune_again(case: Case, number: int) -> None:
 @pytest.mark.parametrize("kind", [slow("copied"), for_release("borrowed")])
 def test_twenty_tunings_leave_no_more_than_ten(kind, monkeypatch):
     monkeypatch.setattr(cpu, "Tracker", Tracker)
-    monkeypatch.setattr(tracing, "Tracker", Tracker)
+    monkeypatch.setattr(tracing, "TraceTracker", TraceTracker)
     case = Case(kind)
     for number in range(10):  # torch's caches of shapes are full by then
         tune_again(case, number)

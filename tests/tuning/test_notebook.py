@@ -102,7 +102,7 @@ def test_a_fraction_never_falls_and_stages_follow_each_other():
     """A first tuning showed "starting" for most of its first half minute."""
     told: list[Progress] = []
     tell = notebook.onward(told.append)
-    stages = ("building", "tracing", "checks", "ceilings", "times", "search", "confirming", "done")
+    stages = ("building", "preparing", "checks", "ceilings", "times", "search", "confirming", "done")
     for stage in stages:
         for share in (0.0, 0.5, 7.0):
             tell(Progress(stage, stage, notebook.fraction_of(stage, share)))

@@ -106,7 +106,7 @@ class TwinRuntime(CpuRuntime):
 
     def memory(self, shape: StepShape) -> StepMemory:
         peaks = self.peaks(shape)
-        return StepMemory(peaks, peaks, 1)
+        return StepMemory(peaks, peaks)
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
         peaks = self.peaks(shape)
@@ -118,10 +118,10 @@ def twins(monkeypatch) -> Callable[..., list[Any]]:
     """Act as a machine with two GPUs. Called again, act as an identical machine except for the given changes."""
     ran: list[tuple[tuple[int, ...], ...]] = []
 
-    def real_runtime(found: Any, capacities_bytes: Any, workload: Workload, closing: Any) -> TwinRuntime:
+    def real_runtime(found: Any, capacities_bytes: Any, workload: Workload, most: int, closing: Any) -> TwinRuntime:
         trainee = staging.training_copy(workload, device=torch.device("cpu"))
         closing.callback(trainee.restore)
-        runtime = TwinRuntime(found, capacities_bytes, trainee)
+        runtime = TwinRuntime(found, capacities_bytes, trainee, most)
         runtime.ran = ran
         return runtime
 
@@ -139,6 +139,7 @@ def twins(monkeypatch) -> Callable[..., list[Any]]:
     return be
 
 
+@pytest.mark.whole
 def test_what_was_not_checked_is_said_of_a_remembered_plan_too(monkeypatch, no_search):
     """Once, on a busy machine, a plan was saved without checks forever. It now reports this, and how to get them."""
 
@@ -303,7 +304,7 @@ def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_f
     with Worker(alone(lowered, {}), lambda _number: make) as worker:
         workers = Workers(worker)
         workers.ask(Worker.build)
-        workers.trace(lowered, key)
+        workers.prepare(lowered, key)
         found = Recalled(whole, Path("ab12.json"), short="less memory is free")
         again, _ = recalling.tried_again(key, lowered, found, workers)
     assert again is not None
@@ -318,6 +319,7 @@ def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_f
     )  # the worst seen was 0.8, for small steps, which fits predict badly
 
 
+@pytest.mark.whole
 def test_a_smaller_plan_leaves_room_for_what_its_line_misses():
     """A linear fit gave 60 samples 448256 of 448265 bytes. The step took 448512, and everything was tuned again."""
     plan = tune(bias(), devices="sim:2xRTX3090", effective_batch_size=64, strategy="ddp", profile="off")
@@ -332,6 +334,7 @@ def test_a_smaller_plan_leaves_room_for_what_its_line_misses():
 # -------------------------------------------------------------------------------------------------------------- misses
 
 
+@pytest.mark.whole
 def test_a_plan_of_another_request_under_a_key_is_foreign():
     tune(bias(), **SIM)
     ((path, plan),) = saved_profiles()
@@ -344,6 +347,7 @@ def test_a_plan_of_another_request_under_a_key_is_foreign():
 # --------------------------------------------------------------------------------------------------------------- names
 
 
+@pytest.mark.whole
 def test_plans_of_several_names_are_kept_apart():
     plans = {name: tune(bias(), **{**SIM, "seed": seed}, name=name) for seed, name in enumerate((None, "a", "ü b"))}
     kept = [plan for _, plan in saved_profiles()]
@@ -416,6 +420,7 @@ USELESS = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(os.name != "posix", reason="by what POSIX systems do")
 @pytest.mark.parametrize("name", USELESS)
 def test_a_cache_of_no_use_costs_one_note(name, cache_dir, monkeypatch):
@@ -434,6 +439,7 @@ def test_a_cache_of_no_use_costs_one_note(name, cache_dir, monkeypatch):
     assert replace(plan, notes=(), request={}, checks=()) == replace(usual, notes=(), request={}, checks=())
 
 
+@pytest.mark.whole
 def test_without_a_home_no_folder_is_made_in_this_one(monkeypatch, tmp_path):
     monkeypatch.delenv("AUTOSPLIT_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -445,6 +451,7 @@ def test_without_a_home_no_folder_is_made_in_this_one(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.whole
 def test_the_command_line_says_it_in_one_line(cache_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(cache_dir))
     cache_dir.write_text("a file where a folder should be")
@@ -461,6 +468,7 @@ def test_the_command_line_says_it_in_one_line(cache_dir, tmp_path, capsys, monke
     assert Plan.from_json(out).batch_size > 0
 
 
+@pytest.mark.whole
 def test_what_a_killed_writer_left_behind_is_removed_by_the_next(cache_dir):
     plan = tune(bias(), **SIM)
     ((path, _),) = saved_profiles()
@@ -484,6 +492,7 @@ def test_that_no_gpu_was_found_is_said_to_whoever_named_no_device_and_not_rememb
         assert sum("No GPU is visible" in str(note) for note in plan.notes) == (named is None)
 
 
+@pytest.mark.whole
 def test_ranks_that_begin_to_accumulate_keep_room_for_their_gradients():
     """Equal ranks got 30 of 64 samples in two forwards. The second forward ran out of memory, for the gradients."""
     plan = tune(bias(), devices="sim:2xRTX3090", effective_batch_size=64, strategy="ddp", profile="off")
