@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 
 BUDGETS = {
-    "autosplit.tuning.session": ("POINT_BUDGET_S", "TRIAL_BUDGET_S"),
-    "autosplit.tuning.lone_session": ("POINT_BUDGET_S", "TRIAL_BUDGET_S"),
-    "autosplit.tuning.joint_session": ("POINT_BUDGET_S", "TRIAL_BUDGET_S"),
+    "autosplit.tuning.survey": ("POINT_BUDGET_S", "TRIAL_BUDGET_S"),
+    "autosplit.tuning.rank_survey": ("POINT_BUDGET_S",),
+    "autosplit.tuning.search": ("TRIAL_BUDGET_S",),
     "autosplit.tuning.measure": ("POINT_BUDGET_S", "TRIAL_BUDGET_S"),
     "autosplit.tools.tune_lengths": ("TRIAL_BUDGET_S",),
     "autosplit.tuning.recall": ("STEP_BUDGET_S",),

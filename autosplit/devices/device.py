@@ -10,11 +10,14 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 from autosplit.accelerators import is_accelerator
 from autosplit.devices.catalog import GpuSpec
 from autosplit.errors import InputError, shown
 from autosplit.text import parse_bytes, size_text
+
+Evidence = Literal["steps", "bytes", "time"]
 
 MAX_DEVICES = 1024
 """Maximum number of devices in a spec. A larger count is a typing error."""
@@ -54,6 +57,17 @@ class Device:
     def label(self) -> str:
         """The device's name in reports: ``"cuda:0"``, ``"cpu:1"``, ``"sim:2"``, or ``"cpu"`` without a budget."""
         return "cpu" if self.kind == "cpu" and not self.budgeted else f"{self.kind}:{self.index}"
+
+    @property
+    def evidence(self) -> Evidence:
+        """What shows how many samples fit.
+
+        ``"steps"``: only real steps do, on accelerators. ``"bytes"``: bytes are counted and predicted, for ``sim`` and
+        CPU budgets. ``"time"``: nothing limits memory, on a CPU without a budget, so the time of a step does.
+        """
+        if is_accelerator(self.kind):
+            return "steps"
+        return "bytes" if self.budgeted else "time"
 
 
 LEAST_RESERVE_BYTES = 1024

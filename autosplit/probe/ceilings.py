@@ -60,7 +60,7 @@ def ceiling_of(
         start: The first size to try. Default: the sample batch's size.
         most: The largest size to try. Default: the prober's `max_batch_size`.
     """
-    if prober.limited_by_time:
+    if prober.evidence == "time":
         return ceiling_by_time(prober, role=role)[1]
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
     prober.report(f"probing device {index + 1} of {len(prober.runtime.devices)}: {device.label} as {role}")
@@ -68,34 +68,34 @@ def ceiling_of(
     start = min(max(prober.least_batch, start or prober.workload.sample_batch_size), most)
     steps, ooms = prober.steps, prober.ooms
     counted = _Predictions(prober, index, prober.shapes(index, role, elsewhere, accumulates))
-    found = 0 if prober.decides_by_steps else counted.largest(start, most)
+    found = 0 if prober.evidence == "steps" else counted.largest(start, most)
     predict: Callable[[int], float] = counted
     corrected, ran = predict, dict[int, int]()
     limit: Limit = "memory"
-    if prober.decides_by_steps or (found and not prober.runtime.simulated):
+    if prober.evidence == "steps" or (found and not prober.runtime.exact):
         search, limit = _by_steps(counted, role, found or start, most)
         found, corrected, ran = search.found, search.corrected, search.allocated
         if prober.keeps_distance(index):
             found = search.predicted(capacity_bytes)
-        predict = corrected if prober.decides_by_steps else counted
+        predict = corrected if prober.evidence == "steps" else counted
     if limit == "memory" and found >= most:
         limit = "max_batch_size"
     elif limit == "memory" and prober.out_of_time and corrected(found + 1) <= capacity_bytes:
         limit = "time"
-    known = ran if prober.decides_by_steps else {**counted.known, **ran}
+    known = ran if prober.evidence == "steps" else {**counted.known, **ran}
     return _made(
         *(prober, index, role, found, limit, predict),
         peak_bytes=ran.get(found) or (int(predict(found)) if found else 0),
         steps=prober.steps - steps,
         ooms=prober.ooms - ooms,
-        confirmed=found > 0 and not prober.runtime.simulated and (found in ran or not prober.decides_by_steps),
+        confirmed=found > 0 and not prober.runtime.exact and (found in ran or prober.evidence != "steps"),
         points=tuple((n, known[n], n in ran) for n in sorted(known)),
     )
 
 
 def predicted_ceiling(prober: Prober, index: int, role: Role, *, accumulates: bool, start: int) -> int:
     """Predict a ceiling. Return 0 if not even one sample fits, and `start` on accelerators."""
-    if prober.decides_by_steps:
+    if prober.evidence == "steps":
         return start  # Trials will show whether this size fits.
     predictions = _Predictions(prober, index, prober.shapes(index, role, (), accumulates))
     return predictions.largest(max(1, start), prober.max_batch_size)
@@ -229,7 +229,7 @@ def _by_steps(predictions: _Predictions, role: Role, start: int, most: int) -> t
     careful = prober.keeps_distance(index)
     kind = device.name, capacity_bytes, role, len(predictions.shape_of(2).splits)
     place, equal = prober.found_on.get(kind, (index, 0))
-    counted = not prober.decides_by_steps
+    counted = prober.evidence != "steps"
     limit: Limit = "memory"
     search = WallSearch(
         predictions if counted else None,
@@ -289,7 +289,7 @@ def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
         )
     shape = prober.shapes(index, "rank", (), False)(least)
     known_bytes = prober.runtime.known_parts(shape)[index].total_bytes
-    needed_bytes = known_bytes if prober.decides_by_steps else prober.predicted(StepShape(((least,),)))[0]
+    needed_bytes = known_bytes if prober.evidence == "steps" else prober.predicted(StepShape(((least,),)))[0]
     return DoesNotFitError(
         _why_not(prober, index, needed_bytes),
         device=device.label,

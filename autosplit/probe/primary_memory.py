@@ -22,7 +22,7 @@ def primary_fit(prober: Prober, alone: Ceiling, share: int, others: Sequence[int
         share: Estimated ceiling of device 0.
         others: Estimated ceilings of the other devices.
     """
-    if prober.decides_by_steps:
+    if prober.evidence == "steps":
         found = _fit_to_steps(prober, share, others, accumulates=accumulates)
         # If a step did not fit, count every sample of the batch as if it were on device 0.
         return found or MemoryFit(alone.fixed_bytes, alone.bytes_per_sample, alone.bytes_per_sample)
@@ -86,7 +86,7 @@ def room_beside(
     def peak(total: int) -> float:
         return prober.predicted(balanced((share, max(total, prober.least_batch)), accumulates=accumulates))[0]
 
-    if prober.decides_by_steps:
+    if prober.evidence == "steps":
         return least
     total = largest_fitting(
         peak, prober.runtime.capacities_bytes[0], least=sum(least), most=sum(most), start=sum(least) + 1

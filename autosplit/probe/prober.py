@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from autosplit.accelerators import is_accelerator
+from autosplit.devices.device import Evidence
 from autosplit.errors import AutosplitError, advise, from_user_code
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError, is_kernel_limit
@@ -70,19 +70,20 @@ class Prober:
         """Whether the time is up. Then no further step is run to confirm a ceiling."""
         return self.deadline_s is not None and time.monotonic() >= self.deadline_s
 
-    @cached_property
-    def decides_by_steps(self) -> bool:
-        """Whether only real steps show what fits: on accelerators. Elsewhere, bytes are counted and predicted."""
-        return is_accelerator(self.runtime.devices[0].kind)
+    @property
+    def evidence(self) -> Evidence:
+        """What shows how many samples fit, see `Device.evidence`."""
+        found = {device.evidence for device in self.runtime.devices}
+        return found.pop() if len(found) == 1 else "bytes"  # `find_ceiling` puts a device without a budget first
+
+    @property
+    def shares_processor(self) -> bool:
+        """Whether the devices take turns on one CPU, so that their compute times add up."""
+        return self.runtime.devices[0].kind == "cpu"
 
     def keeps_distance(self, index: int) -> bool:
         """Return whether real steps must stay clear of a device's limit, because the device uses the host's memory."""
-        return self.decides_by_steps and self.runtime.devices[index].integrated
-
-    @property
-    def limited_by_time(self) -> bool:
-        """Whether time limits the batch, because no device has a memory limit: a CPU without a budget."""
-        return all(device.kind == "cpu" and not device.budgeted for device in self.runtime.devices)
+        return self.evidence == "steps" and self.runtime.devices[index].integrated
 
     @property
     def least_batch(self) -> int:
@@ -118,7 +119,7 @@ class Prober:
         """
         with named_steps(shape):
             found = self.runtime.known_parts(shape)
-        beyond = measured and not self.runtime.simulated and not self.decides_by_steps
+        beyond = measured and not self.runtime.exact and self.evidence != "steps"
         return tuple(parts.of_peak(peak, measured=beyond) for parts, peak in zip(found, peaks, strict=True))
 
     def rank_parts(
@@ -146,7 +147,7 @@ class Prober:
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Run a step to measure its memory."""
-        if not self.decides_by_steps:
+        if self.evidence != "steps":
             return self.runtime.peaks(shape)
         accelerators: Any = self.runtime  # an `AcceleratorRuntime`, or an `IsolatedRuntime` around one
         memory: StepMemory = accelerators.memory(shape)
@@ -155,7 +156,7 @@ class Prober:
 
     def confirmed_peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Measure the memory of a step, or predict it if memory is never filled. May raise OutOfMemoryError."""
-        if self.decides_by_steps or all(device.budgeted for device in self.runtime.devices):
+        if self.evidence == "steps" or all(device.budgeted for device in self.runtime.devices):
             return self.peaks(shape)
         peaks = self.predicted(shape)
         limits = zip(self.runtime.devices, peaks, self.runtime.capacities_bytes, strict=True)
@@ -178,7 +179,7 @@ class Prober:
                 self._measured[shape] = timed = self.runtime.measure(shape, budget_s=budget_s)
             except OutOfMemoryError as error:
                 _log.info("timed %s: out of memory (%s)", shape, error)
-                self.ooms += not self.runtime.simulated
+                self.ooms += not self.runtime.exact
                 raise
             told = ms_text(timed.seconds), ms_text(timed.error_s), timed.repeats
             _log.info("timed %s: %s, plus or minus %s, in %d repeats", shape, *told)
@@ -208,10 +209,10 @@ class Prober:
         Args:
             copies_s: Time in seconds that a step spends copying parameters and gradients, once for all its micro-steps.
         """
-        if self.runtime.simulated:
+        if self.runtime.exact:
             return self.measured(StepShape(splits), budget_s=budget_s)
         begin = StepShape(splits[:2])
-        peaks = () if self.decides_by_steps else self.confirmed_peaks(begin)  # the timed run measures the peaks
+        peaks = () if self.evidence == "steps" else self.confirmed_peaks(begin)  # the timed run measures the peaks
         timed = self.measured(begin, budget_s=budget_s)
         seconds, error_s = timed.seconds, timed.error_s
         if len(splits) > 2:
@@ -240,7 +241,7 @@ class Prober:
             if role in ("primary", "replica"):
                 # Only the replica's own memory matters here, so device 0 may have the same number of samples. The
                 # simulation can predict this step from the steps that plans need.
-                beside = role == "replica" and self.runtime.simulated and index > 0
+                beside = role == "replica" and self.runtime.exact and index > 0
                 return balanced((n, *split[1:]) if beside else split, accumulates=accumulates)
             if role == "eval":
                 return StepShape((split,), "eval", num_ranks=self.num_ranks or count)
@@ -273,10 +274,10 @@ def timed_sizes(
     """
     # A simulated step of one sample needs its own trace, but larger steps are extrapolated. Skip it for a large
     # ceiling.
-    least = min(max(prober.least_batch, 2 if prober.runtime.simulated and ceiling >= _MANY else 1), ceiling)
+    least = min(max(prober.least_batch, 2 if prober.runtime.exact and ceiling >= _MANY else 1), ceiling)
     apart = alone and role == "replica"
     shape_of = prober.forward_and_backward(index) if apart else prober.shapes(index, role, (), False)
-    if prober.runtime.simulated:
+    if prober.runtime.exact:
         prober.prediction_holds(shape_of(ceiling))  # one trace instead of one for each size
     # Use powers of two, so that devices share their traces.
     between = [2**power for power in reversed(range(ceiling.bit_length())) if least < 2**power < ceiling]

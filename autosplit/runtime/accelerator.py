@@ -77,8 +77,7 @@ class AcceleratorRuntime:
         steps: Number of steps so far.
     """
 
-    simulated = False
-    shares_processor = False
+    exact = False
 
     def __init__(self, devices: tuple[Device, ...], capacities_bytes: tuple[int, ...], workload: Workload) -> None:
         self.devices = devices

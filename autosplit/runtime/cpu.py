@@ -42,8 +42,7 @@ class CpuRuntime:
         steps: Number of steps so far.
     """
 
-    simulated = False
-    shares_processor = True
+    exact = False
 
     def __init__(
         self,

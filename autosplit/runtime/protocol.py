@@ -109,14 +109,12 @@ class Runtime(Protocol):
     """Run and measure training steps.
 
     Attributes:
-        simulated: Whether the results are computed, not measured. Then peaks and times are exact.
-        shares_processor: Whether the devices take turns on one CPU, so that their compute times add up.
+        exact: Whether bytes and times have no noise, because they are computed.
         steps: Number of real steps so far.
     """
 
     devices: tuple[Device, ...]
-    simulated: bool
-    shares_processor: bool
+    exact: bool
     steps: int
 
     @property

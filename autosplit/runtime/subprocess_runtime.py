@@ -68,7 +68,7 @@ class IsolatedRuntime:
         InputError: `make` cannot be pickled.
     """
 
-    simulated = False
+    exact = False
 
     def __init__(
         self,
@@ -79,7 +79,6 @@ class IsolatedRuntime:
     ) -> None:
         self.devices = devices
         self.steps = 0
-        self.shares_processor = devices[0].kind == "cpu"
         self._deadline_s = deadline_s
         self._longest_s = 0.0
         self._answered = False

@@ -78,17 +78,17 @@ def _examined(workers: Any, tell: Callable[[Any], None]) -> tuple[list[RankKind]
     from autosplit.profiles.key import ProfileKey
     from autosplit.sim.gpu_kernels import GpuKernels
     from autosplit.sim.simulated import SimulatedRuntime
-    from autosplit.tuning.lone_session import LoneSession
-    from autosplit.tuning.session import POINT_BUDGET_S
+    from autosplit.tuning.run import POINT_BUDGET_S, Run
+    from autosplit.tuning.tune import tuned_anew
     from autosplit.tuning.worker import Worker
 
     workers.ask(Worker.build)
     key = ProfileKey(workers.job.machine, workers.own.description(), {})
     request, notes = workers.prepare(workers.job.request, key)
-    session = LoneSession(workers, request, key, tell, notes)
-    plan = session.plan()
+    run = Run.of(workers, request, key, tell, notes)
+    plan = tuned_anew(run)
     assert plan.fit is not None, "a plan for simulated ranks has a fit"
-    prober, runtime, kinds = session.prober, session.runtime, []
+    prober, runtime, kinds = run.prober, run.prober.runtime, []
     assert isinstance(runtime, SimulatedRuntime), "a cluster has simulated GPUs"
     for index, rank in enumerate(plan.ddp.ranks):
         spec = request.devices[index].spec
@@ -100,7 +100,7 @@ def _examined(workers: Any, tell: Callable[[Any], None]) -> tuple[list[RankKind]
         buckets = buckets_of(arrived or even_arrivals(nbytes))
         curve = plan.fit.step_time.curves[index]
         kinds.append(RankKind(request.devices[index].name, rank.ceiling.batch_size, curve, step.update_s, buckets))
-    return kinds, {"least_batch": plan.ddp.least_batch, "accumulates": session.may_accumulate}, plan.notes
+    return kinds, {"least_batch": plan.ddp.least_batch, "accumulates": run.may_accumulate}, plan.notes
 
 
 def _arrivals(traces: Any, spec: GpuSpec, samples: int, nbytes: int) -> list[tuple[float, int]]:

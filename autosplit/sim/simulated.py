@@ -61,8 +61,7 @@ class SimulatedRuntime:
         largest_batch: The largest batch to predict.
     """
 
-    simulated = True
-    shares_processor = False
+    exact = True
     steps = 0
 
     def __init__(

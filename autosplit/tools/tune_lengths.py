@@ -29,7 +29,7 @@ from autosplit.tools.padded_length import checked_lengths, foretold, lengths_to_
 from autosplit.tools.sequence_length import at_length
 from autosplit.tuning.keywords import refuse_unknown
 from autosplit.tuning.progress import Progress, heard_by, onward
-from autosplit.tuning.session import TRIAL_BUDGET_S
+from autosplit.tuning.run import TRIAL_BUDGET_S
 from autosplit.tuning.tune import (
     Tuning,
     TuningInterrupted,
@@ -205,7 +205,7 @@ def _points(
             workers.own.prober.report = lambda message, told=told: told(Progress("lengths", message, 0.5))  # type: ignore[misc]
             found = _looked_at(plan, workers, full, samples, most, is_first=not number)
         except UserCodeError as error:
-            if workers.job.several:
+            if workers.job.has_peers:
                 raise
             found = f"{error}. If another dimension was used as the length, pass make_batch(n, length=...)"
         else:
@@ -277,13 +277,13 @@ def times_of(plan: Plan, n: int) -> float:
 
 
 def _is_split(worker: Worker) -> bool:
-    return not worker.job.several and worker.job.request.strategy != "ddp"
+    return not worker.job.has_peers and worker.job.request.strategy != "ddp"
 
 
 def _ranks(worker: Worker, plan: Plan, n: int) -> tuple[int, ...]:
     """Return the batch sizes of the DDP ranks that this process measures. Empty for a single device."""
     ranks = tuple(rank.batch_size for rank in plan.ddp.ranks)
-    if worker.job.several:
+    if worker.job.has_peers:
         ranks = (ranks[worker.peers.rank],)
     elif len(ranks) < 2:
         ranks = ()
@@ -305,7 +305,7 @@ def _shapes(worker: Worker, plan: Plan, n: int) -> Iterator[StepShape]:
 
 def _peaks(worker: Worker, plan: Plan, n: int) -> tuple[tuple[int, ...], ...]:
     prober = worker.prober
-    peaks = prober.peaks if prober.decides_by_steps else prober.predicted
+    peaks = prober.peaks if prober.evidence == "steps" else prober.predicted
     return tuple(map(peaks, _shapes(worker, plan, n)))
 
 
@@ -327,7 +327,7 @@ def _most_within(worker: Worker, plan: Plan, full: Sequence[Sequence[Sequence[in
         pairs = zip(_peaks(worker, plan, n), full[worker.peers.rank], strict=True)
         return max(peak / bound for peaks, bounds in pairs for peak, bound in zip(peaks, bounds, strict=True) if bound)
 
-    if prober.decides_by_steps:
+    if prober.evidence == "steps":
         try:
             return largest_fitting(_line(load, least), 1.0, least=least, most=most, start=least + 1)
         except OutOfMemoryError:

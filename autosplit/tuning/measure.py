@@ -26,13 +26,14 @@ from autosplit.solve.memory import MemoryParts
 from autosplit.solve.split import even_split, whole_number
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
 from autosplit.text import size_text
+from autosplit.tuning.answer import compiled_note
 from autosplit.tuning.assemble import why_no_ranks, why_single
 from autosplit.tuning.keywords import suggests_keywords
-from autosplit.tuning.lone_session import LoneSession
-from autosplit.tuning.peers import Failure
+from autosplit.tuning.limits import MOST_FORWARDS
 from autosplit.tuning.progress import Progress
-from autosplit.tuning.session import MOST_FORWARDS, POINT_BUDGET_S, TRIAL_BUDGET_S
-from autosplit.tuning.tune import NO_GPU_NOTE, devices_of_process, quiet, session_of, users_code_named, worker_for
+from autosplit.tuning.run import POINT_BUDGET_S, TRIAL_BUDGET_S, Run
+from autosplit.tuning.survey import rank_fit
+from autosplit.tuning.tune import NO_GPU_NOTE, devices_of_process, quiet, users_code_named, worker_for
 from autosplit.tuning.worker import Job, Worker, Workers, drive
 from autosplit.workload.compiled import has_compiled_parts
 from autosplit.workload.workload import Workload, modules_of
@@ -117,15 +118,15 @@ def _measured(workers: Workers, split: Any, accumulation_steps: int, tell: Calla
     most = sum(asked.split)
     key = ProfileKey(job.machine, {}, {})
     request, notes = workers.prepare(replace(job.request, max_batch_size=most), key)
-    session = session_of(workers)(workers, request, key, tell, notes)
-    _refuse_untrainable(asked, session.prober)
-    if job.several:
+    run = Run.of(workers, request, key, tell, notes)
+    run.report.stage = "times"
+    _refuse_untrainable(asked, run.prober)
+    if job.has_peers:
         found = _run_together(workers, asked)
     else:
-        assert isinstance(session, LoneSession)
-        found = (_rank_by_rank if request.strategy == "ddp" else _balanced)(session, asked)
-        if any(map(has_compiled_parts, modules_of(session.workload))):
-            session.notes.append(session.compiled_note(max(asked.split)))
+        found = (_rank_by_rank if request.strategy == "ddp" else _balanced)(run, asked)
+        if any(map(has_compiled_parts, modules_of(run.workload))):
+            run.notes.append(compiled_note(run, max(asked.split)))
     defaulted = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
     text = PREDICTED_TEXT if request.simulated else PREDICTED_TEXT + ON_EVERY_RANK
     predicted = (Note("ddp-predicted", text),) if found.predicted else ()
@@ -135,7 +136,7 @@ def _measured(workers: Workers, split: Any, accumulation_steps: int, tell: Calla
         accumulation_steps=asked.accumulation_steps,
         effective_batch_size=samples,
         strategy="ddp" if request.strategy == "ddp" else "balanced",
-        precision=session.workload.precision or "none",
+        precision=run.workload.precision or "none",
         devices=tuple(device.label for device in request.devices),
         device_names=tuple(device.name for device in request.devices),
         step_s=measured.seconds,
@@ -149,7 +150,7 @@ def _measured(workers: Workers, split: Any, accumulation_steps: int, tell: Calla
         simulated=request.simulated,
         predicted=found.predicted,
         rates=tuple(device.spec.rates for device in request.devices if device.spec is not None),
-        notes=(*session.notes, *predicted, *defaulted, *workers.losses()),
+        notes=(*run.notes, *predicted, *defaulted, *workers.losses()),
     )
 
 
@@ -238,50 +239,47 @@ def _refuse_untrainable(asked: _Configuration, prober: Prober) -> None:
 # Devices of one process
 
 
-def _balanced(session: LoneSession, asked: _Configuration) -> _Found:
-    prober = session.prober
-    session.stage = "times"
+def _balanced(run: Run, asked: _Configuration) -> _Found:
+    prober = run.prober
     prober.report(f"the split {asked.split}")
     prober.prediction_holds(asked.begin)
     try:
-        measured = prober.step(asked.splits, budget_s=TRIAL_BUDGET_S, copies_s=_copies_s(session, asked))
+        measured = prober.step(asked.splits, budget_s=TRIAL_BUDGET_S, copies_s=_copies_s(prober, asked))
     except OutOfMemoryError as error:
         raise _misfit(asked.split, asked.begin, prober, error, error.device_index) from error
-    if session.runtime.simulated:
-        without = tuple(addon("simulated_without")(session.runtime, StepShape(asked.splits)))
+    if prober.runtime.exact:
+        without = tuple(addon("simulated_without")(prober.runtime, StepShape(asked.splits)))
     else:
-        without = tuple(_real_without(session, asked, measured))
+        without = tuple(_real_without(prober, asked, measured))
     memory = prober.parts(asked.begin, measured.peak_bytes)
-    return _Found(measured, session.runtime.capacities_bytes, memory, without)
+    return _Found(measured, prober.runtime.capacities_bytes, memory, without)
 
 
-def _copies_s(session: LoneSession, asked: _Configuration) -> float:
+def _copies_s(prober: Prober, asked: _Configuration) -> float:
     """Estimate the time spent copying in a step of many forwards, in seconds.
 
     The estimate comes from measured steps with one and with two forwards.
     """
-    runtime = session.runtime
-    if asked.accumulation_steps < 3 or runtime.simulated or runtime.shares_processor or not any(asked.split[1:]):
+    copies = any(asked.split[1:]) and not prober.runtime.exact and not prober.shares_processor
+    if asked.accumulation_steps < 3 or not copies:
         return 0.0
-    one, two = (
-        session.prober.micro_seconds(StepShape(asked.splits[:count]), budget_s=TRIAL_BUDGET_S) for count in (1, 2)
-    )
+    one, two = (prober.micro_seconds(StepShape(asked.splits[:count]), budget_s=TRIAL_BUDGET_S) for count in (1, 2))
     return max(0.0, 2 * one - two)
 
 
-def _real_without(session: LoneSession, asked: _Configuration, measured: Measurement) -> Iterator[Without]:
+def _real_without(prober: Prober, asked: _Configuration, measured: Measurement) -> Iterator[Without]:
     """Yield the predicted time of a real step without each of its time costs, in seconds.
 
     The predictions use the time that each device needs for its samples while the other devices are idle.
     """
-    labels = [device.label for device in session.request.devices]
+    labels = [device.label for device in prober.runtime.devices]
     yield "update", None, measured.seconds - measured.update_s
-    if session.runtime.shares_processor or len(labels) == 1:
+    if prober.shares_processor or len(labels) == 1:
         work_s = measured.seconds - measured.update_s
         yield "device", labels[0] if len(labels) == 1 else None, measured.seconds - work_s * (1 - 1 / FASTER)
         return
     try:
-        curves = tuple(_alone(session.prober, index, share) for index, share in enumerate(asked.split))
+        curves = tuple(_alone(prober, index, share) for index, share in enumerate(asked.split))
     except OutOfMemoryError:  # Without the others, a device may need more memory than in the step.
         return
     alone = StepTime.bare(curves, measured.update_s, adds_up=False)
@@ -308,9 +306,8 @@ def _faster(curves: Sequence[TimeCurve], indices: Sequence[int]) -> tuple[TimeCu
     )
 
 
-def _rank_by_rank(session: LoneSession, asked: _Configuration) -> _Found:
-    prober, count = session.prober, len(asked.split)
-    session.stage = "times"
+def _rank_by_rank(run: Run, asked: _Configuration) -> _Found:
+    prober, count = run.prober, len(asked.split)
     peaks = []
     for index in range(count):
         shape = asked.of_rank(index, count)
@@ -319,15 +316,15 @@ def _rank_by_rank(session: LoneSession, asked: _Configuration) -> _Found:
             peaks.append(prober.confirmed_peaks(shape)[index])
         except OutOfMemoryError as error:
             raise _misfit(asked.split, shape, prober, error, index) from error
-    fit = session.rank_fit(asked.split)
+    fit = rank_fit(run, asked.split)
     counted = {asked.split: asked.accumulation_steps}
     shapes = [prober.shapes(index, "rank", (), False)(share) for index, share in enumerate(asked.split)]
     error_s = max(prober.measured(shape, budget_s=TRIAL_BUDGET_S).error_s for shape in shapes)
     step_s, steps = fit.rank_seconds(counted), asked.accumulation_steps
     measured = Measurement(step_s, error_s * steps, tuple(peaks), update_s=fit.step_time.update_s)
     memory = prober.rank_parts(asked.split, peaks, accumulates=steps > 1)
-    without = tuple(_ranks_without(fit, [device.label for device in session.request.devices], counted))
-    return _Found(measured, session.runtime.capacities_bytes, memory, without, predicted=count > 1)
+    without = tuple(_ranks_without(fit, [device.label for device in run.request.devices], counted))
+    return _Found(measured, prober.runtime.capacities_bytes, memory, without, predicted=count > 1)
 
 
 def _ranks_without(fit: Fit, labels: Sequence[str], counted: dict[tuple[int, ...], int]) -> Iterator[Without]:
@@ -356,13 +353,13 @@ def _run_together(workers: Workers, asked: _Configuration) -> _Found:
             raise _rank_misfit(workers.job.request, rank, found)
     unused = any(workers.ask(_leaves_unused))
     workers.ask(Worker.begin_steps, DdpOptions(find_unused_parameters=unused))
-    together = workers.ask(Worker.step, asked.splits, TRIAL_BUDGET_S)[0]
-    if isinstance(together, Failure):
-        why = f"split {asked.split} does not fit: {together.message}"
-        raise _rank_misfit(workers.job.request, together.rank, why)
-    peaks, timed = together
-    measured = replace(timed, peak_bytes=tuple(peaks))
-    capacities, memory = zip(*workers.ask(_capacity_and_memory, asked, peaks), strict=True)
+    try:
+        measured = workers.step(asked.splits, budget_s=TRIAL_BUDGET_S)
+    except OutOfMemoryError as error:
+        raise _rank_misfit(
+            workers.job.request, error.device_index or 0, f"split {asked.split} does not fit: {error}"
+        ) from error
+    capacities, memory = zip(*workers.ask(_capacity_and_memory, asked, measured.peak_bytes), strict=True)
     curves = tuple(TimeCurve(((n, float(seconds)),)) for n, seconds in zip(asked.split, alone, strict=True))
     bare = Fit(StepTime.bare(curves, measured.update_s, adds_up=False))
     counted = {asked.split: asked.accumulation_steps}
@@ -405,7 +402,7 @@ def _misfit(
     device, share = prober.runtime.devices[index], shape.splits[0][index]
     capacity_bytes = prober.runtime.capacities_bytes[index]
     counted = error.live_bytes + error.requested_bytes
-    needed = counted if prober.decides_by_steps else prober.predicted(shape)[index]
+    needed = counted if prober.evidence == "steps" else prober.predicted(shape)[index]
     more = f"{needed} bytes ({size_text(needed)})" if needed > capacity_bytes else "more than that"
     return DoesNotFitError(
         f"split {split} does not fit {device.label} ({device.name}). Its {share} samples need {more}, and "

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -34,6 +35,9 @@ _ENDS = dict(zip(_SHARES, accumulate(_SHARES.values()), strict=True))
 
 USUAL_TRIALS = 8
 """Number of trials of a typical search (4 to 13 in the same tunings). A search may have three times as many."""
+
+USUAL_SIZES = 8
+"""Number of sizes at which a device is timed, for most workloads."""
 
 SHORTEST_S = 0.1
 """Shortest time in seconds between two updates, because each update is sent to a browser."""
@@ -91,6 +95,58 @@ def onward(progress: Callable[[Progress], None]) -> Callable[[Progress], None]:
         progress(replace(part, fraction=furthest))
 
     return tell
+
+
+class Reporter:
+    """Report the stages of one tuning, after its workload is prepared.
+
+    Args:
+        tell: Function that is called with the progress.
+        counts: Function that returns the numbers of real steps and of out-of-memory errors so far.
+        num_devices: Number of devices that this process measures.
+        n_trials: Largest number of trials.
+
+    Attributes:
+        stage: The current stage, see `Progress`.
+        rates: Samples/s of each trial so far. None for a trial that failed.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[Progress], None],
+        counts: Callable[[], tuple[int, int]],
+        *,
+        num_devices: int,
+        n_trials: int,
+    ) -> None:
+        self.stage = "ceilings"
+        self.rates: list[float | None] = []
+        self._tell, self._counts = tell, counts
+        self._num_devices, self._n_trials = num_devices, n_trials
+        self._reports: Counter[str] = Counter()  # Number of reports by stage.
+
+    def __call__(self, message: str) -> None:
+        """Report a step of the current stage."""
+        if self.stage == "confirming":
+            message = f"confirming: {message}"
+        self.begin(self.stage, message, self._done_share())
+        self._reports[self.stage] += 1
+
+    def begin(self, stage: str, message: str, done_share: float = 0.0) -> None:
+        """Report a stage, of which a fraction is done."""
+        best = max((rate for rate in self.rates if rate is not None), default=None)
+        self._tell(Progress(stage, message, fraction_of(stage, done_share), *self._counts(), best))
+
+    def trial(self) -> None:
+        """Report the next trial."""
+        self(f"searching, trial {min(len(self.rates) + 1, self._n_trials)}")
+
+    def _done_share(self) -> float:
+        if self.stage == "search":
+            return searched_share(len(self.rates), self._n_trials)
+        # Each device has one ceiling as a rank, and one as primary or replica.
+        usual = {"ceilings": 2 * self._num_devices, "times": USUAL_SIZES * self._num_devices}
+        return self._reports[self.stage] / usual.get(self.stage, 2 * self._num_devices)
 
 
 def part_of(progress: Callable[[Progress], None], number: int, count: int, name: object) -> Callable[[Progress], None]:

@@ -122,8 +122,7 @@ class RankSteps:
 
     def _dry(self, sizes: tuple[int, ...]) -> int:
         start_s = time.perf_counter()
-        self.steps += 1
-        if self.device.type == "cpu":
+        if self.device.type == "cpu":  # the runtime counts the step
             shape = StepShape(tuple((size,) for size in sizes), "rank", num_ranks=self.peers.world_size)
             peak = self.runtime.peaks(shape)[0]
         else:
@@ -138,6 +137,7 @@ class RankSteps:
             wrapper.require_forward_param_sync = False  # buffers are not sent either, the next step sends them
         for _ in range(2):  # the first step creates the optimizer state
             self._run(sizes, meets=False)
+        self.steps += 2
         self._wait()
         return self._reserved_bytes()
 

@@ -72,6 +72,15 @@ def recalled(key: ProfileKey, request: Request, *, measured: bool = False) -> Re
     Args:
         measured: Skip a plan whose DDP settings were predicted.
     """
+    found = _recalled(key, request, measured=measured)
+    outcome = "remembered" if found.plan else "; ".join(map(str, found.notes)) or "not there"
+    _log.info("profile %s: %s", key.digest, outcome)
+    if request.profile == "auto" and found.plan is None and not found.notes:
+        _log_newest(key)
+    return found
+
+
+def _recalled(key: ProfileKey, request: Request, *, measured: bool) -> Recalled:
     if request.profile != "auto" or request.sampler is not None:
         return Recalled()
     found = profiles.find(key.digest, key)
@@ -91,7 +100,7 @@ def recalled(key: ProfileKey, request: Request, *, measured: bool = False) -> Re
     return Recalled(found.plan, found.path, found.notes, short, differing)
 
 
-def log_newest(key: ProfileKey) -> None:
+def _log_newest(key: ProfileKey) -> None:
     """Log the parts of the key in which the newest profile differs. No other file is read."""
     try:
         paths = profiles.profile_paths()[:1]
@@ -164,7 +173,7 @@ def tried_again(key: ProfileKey, request: Request, found: Recalled, workers: Wor
     answers = workers.ask(_run, plan, found.short is not None)
     failed = next(((rank, one) for rank, one in enumerate(answers) if isinstance(one, str)), None)
     if failed is not None:
-        who = f"rank {failed[0]}: " if workers.job.several else ""
+        who = f"rank {failed[0]}: " if workers.job.has_peers else ""
         return None, _given_up(found, f"one step ran out of memory ({who}{failed[1]})")
     ran = answers[0]
     assert isinstance(ran, Plan)
@@ -190,7 +199,7 @@ def _run(worker: Worker, plan: Plan, measures: bool) -> Plan | str:
 
 
 def _ran(worker: Worker, plan: Plan, *, measures: bool) -> Plan:
-    prober, several, own = worker.prober, worker.job.several, worker.peers.rank
+    prober, several, own = worker.prober, worker.job.has_peers, worker.peers.rank
     if several or plan.region is None:
         # Run the ranks' parts one after the other, because one process has no other ranks.
         for rank in (own,) if several else range(len(plan.split)):

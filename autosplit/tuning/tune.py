@@ -16,17 +16,19 @@ from autosplit.errors import AutosplitError, InputError, ends_tracebacks, from_u
 from autosplit.notes import Note
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import replaced, with_notes
-from autosplit.probe.check_result import changed
-from autosplit.probe.gradient_check import NOT_FINITE
+from autosplit.probe.check_result import Check, changed
+from autosplit.probe.gradient_check import NOT_FINITE, checks_for, not_checked
 from autosplit.probe.request import Request, checked_request
 from autosplit.profiles.key import ProfileKey, machine_of
 from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.trainee import ran_a_step
+from autosplit.tuning.answer import interrupted_plan, joint_plan, solved_plan, split_plan
 from autosplit.tuning.keywords import suggests_keywords
-from autosplit.tuning.lone_session import TIMES_DISAGREE, LoneSession
 from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward
-from autosplit.tuning.recall import Recalled, kept, log_newest, nothing_run, recalled, tried_again
-from autosplit.tuning.session import Session
+from autosplit.tuning.recall import kept, nothing_run, recalled, tried_again
+from autosplit.tuning.run import Run, Survey
+from autosplit.tuning.search import TIMES_DISAGREE, Search
+from autosplit.tuning.survey import survey_alone, survey_split
 from autosplit.tuning.worker import Worker, Workers, agreed, alone, drive
 from autosplit.workload.workload import Workload
 
@@ -294,53 +296,86 @@ def users_code_named() -> Iterator[None]:
 
 
 def _tuned(tuning: Tuning) -> Plan:
+    """Return the stored plan, or measure the devices, search, and store the plan."""
     workers, request = tuning.workers, tuning.request
     tuning.progress(Progress("building", "building the model", 0.0))
     workers.ask(Worker.build)
     key = ProfileKey(workers.job.machine, agreed(workers.ask(Worker.description)), request.facts())
-    found = recalled(key, request, measured=workers.job.several)
-    _log.info(
-        "profile %s: %s",
-        key.digest,
-        "remembered" if found.plan else "; ".join(map(str, found.notes)) or "not there",
-    )
+    found = recalled(key, request, measured=workers.job.has_peers)
     # This note belongs to the run, not to the plan. The same stored plan may be returned for an explicit "cpu".
     defaulted = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
     if found.holds:
         return found.told(nothing_run(found), *defaulted)
     tuning.progress(Progress("preparing", "preparing the model", fraction_of("preparing")))
     request, notes = workers.prepare(request, key)
-    if found.plan is not None:
+    if found.plan is not None:  # the machine differs a little: run one step of the stored plan
         plan, found = tried_again(key, request, found, workers)
         if plan is not None:
             return with_notes(plan, last=[*defaulted, *workers.losses()])
-    return _tuned_anew(tuning, request, key, found, notes, defaulted)
-
-
-def _tuned_anew(
-    tuning: Tuning,
-    request: Request,
-    key: ProfileKey,
-    found: Recalled,
-    notes: tuple[Note, ...],
-    defaulted: tuple[Note, ...],
-) -> Plan:
-    workers = tuning.workers
-    if request.profile == "auto" and not found.notes:
-        log_newest(key)
-    session = session_of(workers)(workers, request, key, tuning.progress, notes)
-    plan = replace(session.plan(), checkpointed=workers.own.prober.facts.checkpointed)
-    plan = with_notes(plan, last=workers.losses())
-    plan = kept(plan, key, found, workers, always=defaulted)
+    plan = tuned_anew(Run.of(workers, request, key, tuning.progress, notes))
+    plan = kept(with_notes(plan, last=workers.losses()), key, found, workers, always=defaulted)
     if not plan.complete:
         raise TuningInterrupted(plan)
     return plan
 
 
-def session_of(workers: Workers) -> type[Session]:
-    """Return the class of the session: `JointSession` if a job has several ranks, otherwise `LoneSession`."""
-    if not workers.job.several:
-        return LoneSession
-    from autosplit.tuning.joint_session import JointSession
+def tuned_anew(run: Run) -> Plan:
+    """Check the gradients, measure the devices, search, and make the plan.
 
-    return JointSession
+    After Ctrl-C, return the best plan so far, which is not `complete`. If no trial has succeeded, raise
+    KeyboardInterrupt.
+    """
+    checks = checked(run)
+    survey = search = None
+    try:
+        survey = surveyed(run)
+        if survey.solver is None:
+            plan = solved_plan(run, survey, checks)
+        else:
+            search = Search(run, survey.solver, survey.patience)
+            best = search.best_of_all()
+            planned = joint_plan if survey.limits is None else split_plan
+            plan = planned(run, survey, search, best, checks)
+    except KeyboardInterrupt:
+        if survey is None or search is None or not run.workers.all_stopped:
+            raise
+        so_far = interrupted_plan(run, survey, search, checks)
+        if so_far is None:
+            raise
+        plan = so_far
+    else:
+        run.report.begin("done", "done")
+    return replace(plan, checkpointed=run.prober.facts.checkpointed)
+
+
+def surveyed(run: Run) -> Survey:
+    """Measure the devices: which batches fit, and how long they take.
+
+    BalancedDataParallel's devices, and those of DDP in one process, are measured one after the other. In a job, every
+    rank measures its own device. Then rank 0 searches, and all ranks run the trials together.
+    """
+    if run.request.strategy != "ddp":
+        return survey_split(run)
+    if not run.workers.job.has_peers:
+        return survey_alone(run)
+    from autosplit.tuning.rank_survey import survey_ranks  # loads torch.distributed
+
+    return survey_ranks(run)
+
+
+def checked(run: Run) -> tuple[Check, ...]:
+    """Check whether splitting the batch changes the training. Rank 0 checks for all ranks."""
+    run.report.begin("checks", "checking gradients")
+    prepared = run.workers.own.prepared
+    checks: tuple[Check, ...] = ()
+    try:
+        if prepared.isolated is not None:  # A check that crashes must not end this process.
+            checks, notes = prepared.isolated.ask(checks_for)
+        else:
+            checks, notes = checks_for(run.workload, prepared.rebuild)
+    except AutosplitError as error:
+        notes = (not_checked(error),)
+    for found in checks:
+        _log.info("check: %s", found)
+    run.notes[:0] = notes  # Put these notes first, because a short report shows only the first note.
+    return checks

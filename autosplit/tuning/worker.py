@@ -21,6 +21,7 @@ from autosplit.accelerators import backend, bounded, is_accelerator
 from autosplit.devices.device import Device
 from autosplit.errors import AutosplitError, InputError, UserCodeError, WorkloadError
 from autosplit.notes import Note
+from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions, replaced
 from autosplit.probe.prober import Prober
@@ -69,8 +70,8 @@ class Job:
     backend: str = "gloo"
 
     @property
-    def several(self) -> bool:
-        """Whether there are other processes."""
+    def has_peers(self) -> bool:
+        """Whether other processes tune together with this one."""
         return self.peers.world_size > 1
 
     @property
@@ -146,7 +147,7 @@ class Worker(AbstractContextManager["Worker"]):
             Notes on the workload, and the memory that training may use on each device.
         """
         job = self.job
-        if job.several:
+        if job.has_peers:
             refuse_waiting(self.built.workload)
         deadline_s = Deadline(remaining_s).end_s
         self._probing = self._closing.enter_context(ExitStack())
@@ -161,7 +162,7 @@ class Worker(AbstractContextManager["Worker"]):
             described=described,
         )
         runtime = self.prepared.runtime
-        ranks = self.peers.world_size if job.several else 0
+        ranks = self.peers.world_size if job.has_peers else 0
         self.prober = Prober(runtime, self.workload, largest_batch, num_ranks=ranks, deadline_s=deadline_s)
         # The session and the prober refer to each other. Break this cycle. Otherwise the copy stays in memory after the
         # tuning, because torch refers to a part of the cycle in a way that the garbage collector can't follow.
@@ -188,6 +189,11 @@ class Worker(AbstractContextManager["Worker"]):
         """Run this rank's part of a step of all ranks. Return the ranks' peaks and the time, or a failure."""
         assert self.steps is not None, "`begin_steps` sets it"
         return self.steps.measured([split[self.peers.rank] for split in splits], budget_s=budget_s)
+
+    def counted(self) -> tuple[int, int]:
+        """Return the numbers of real steps and of out-of-memory errors so far."""
+        together = (0, 0) if self.steps is None else (self.steps.steps, self.steps.ooms)
+        return self.prober.steps + together[0], self.prober.ooms + together[1]
 
     def losses(self) -> tuple[Note, ...]:
         """Return notes on isolated processes that died."""
@@ -230,7 +236,7 @@ class Workers:
             DoesNotFitError: The workload does not fit on a rank's device.
             KeyboardInterrupt: Ctrl-C was pressed on any rank.
         """
-        if not self.job.several:
+        if not self.job.has_peers:
             return [function(self.own, *args)]
         self._peers.ordered((function, args))
         if self._peers.take_interrupt():
@@ -240,6 +246,11 @@ class Workers:
         except Exception as error:
             self._raised.append((error, self._peers.orders))
             raise
+
+    @property
+    def all_stopped(self) -> bool:
+        """Whether all processes know of Ctrl-C and expect the next order."""
+        return not self.job.has_peers or self._peers.stopped
 
     def prepare(self, request: Request, key: ProfileKey) -> tuple[Request, tuple[Note, ...]]:
         """Prepare the workload on all ranks.
@@ -255,9 +266,32 @@ class Workers:
             for note in notes
             if note not in first
         ]
-        if not self.job.several:
+        if not self.job.has_peers:
             request = replace(request, capacities_bytes=found[0][1])
         return request, (*first, *others)
+
+    def step(self, splits: tuple[tuple[int, ...], ...], *, budget_s: float, copies_s: float = 0.0) -> Measurement:
+        """Run an optimizer step on all devices: on those of this process, or on all ranks together.
+
+        Args:
+            copies_s: See `Prober.step`.
+
+        Raises:
+            OutOfMemoryError: A device ran out of memory. The error names it.
+        """
+        if not self.job.has_peers:
+            return self.own.prober.step(splits, budget_s=budget_s, copies_s=copies_s)
+        found = self.ask(Worker.step, splits, budget_s)[0]
+        if isinstance(found, Failure):
+            raise OutOfMemoryError(f"rank {found.rank}: {found.message}", device_index=found.rank)
+        peaks, measured = found
+        return replace(measured, peak_bytes=tuple(peaks))
+
+    def counted(self) -> tuple[int, int]:
+        """Return the numbers of real steps and of out-of-memory errors of all processes."""
+        steps, ooms = zip(*self.ask(Worker.counted), strict=True)
+        joint = 0 if self.own.steps is None else self.own.steps.ooms  # each rank counted the same errors
+        return sum(steps), sum(ooms) - joint * (len(ooms) - 1)
 
     def losses(self) -> tuple[Note, ...]:
         """Return notes on isolated processes that died on any rank."""
@@ -303,10 +337,10 @@ def drive(worker: Worker, run: Callable[[Workers], T]) -> T:
         value = run(workers)
     except (Exception, KeyboardInterrupt) as error:
         # After Ctrl-C between two messages, or the loss of a rank, the other ranks expect no last message.
-        if worker.job.several and not peers.is_cut_off(error):
+        if worker.job.has_peers and not peers.is_cut_off(error):
             _leave(peers, workers.end_for(error))
         raise
-    if worker.job.several:
+    if worker.job.has_peers:
         _leave(peers, _End(value))
     return value
 

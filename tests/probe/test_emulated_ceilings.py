@@ -162,9 +162,7 @@ def test_a_batchnorm_that_does_not_fit_is_not_tried_with_one_sample():
     batch = torch.randn(8, 1024), torch.randint(0, 4, (8,))
     workload = Workload(model, batch, loss_fn=F.cross_entropy, optimizer=torch.optim.AdamW)
     reserve = parse_devices(SPEC)[0].capacity_bytes - 25_899_827  # DDP's buckets do not fit
-    with pytest.raises(
-        DoesNotFitError, match=r"at batch 2: a step needs more than [0-9.]+ MiB \([0-9]+ bytes\),"
-    ):
+    with pytest.raises(DoesNotFitError, match=r"at batch 2: a step needs more than [0-9.]+ MiB \([0-9]+ bytes\),"):
         find_ceiling(workload, SPEC, reserve=reserve, exact=True)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -61,7 +63,7 @@ def test_it_measures_what_is_measured_here_and_goes_on_after_a_death(start):
     with ExitStack() as closing:
         here = prepare(build(source, CPU), CPU, CAPACITIES, closing, largest_batch=512).runtime
         there = start(source)
-        assert (there.simulated, there.shares_processor) == (here.simulated, here.shares_processor)
+        assert there.exact == here.exact
         assert [there.peaks(rank(n)) for n in (4, 9)] == [here.peaks(rank(n)) for n in (4, 9)]
         assert there.measure(rank(4), budget_s=0.01).seconds > 0
         with pytest.raises(StepLostError, match=r"100 samples was killed by SIGKILL"):
@@ -362,6 +364,41 @@ def test_what_the_users_code_raises_is_theirs(find, end, message):
     with pytest.raises(UserCodeError, match=message) as caught:
         find(partial(deadly, end, 10), **keywords)
     assert "deadly.py" in caught.value.frames[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_process_that_is_killed_at_any_call_costs_that_call(monkeypatch):
+    """Each tuning ends with a plan, or with an error that names the process. Nothing is left behind."""
+    names: list[str] = []
+    place = 0
+    real = child_process.Child.call
+
+    def call(child, name, *args, limit_s):
+        names.append(name)
+        if len(names) == place:
+            child.get_ready(limit_s)
+            os.kill(child.pid, signal.SIGKILL)
+        return real(child, name, *args, limit_s=limit_s)
+
+    monkeypatch.setattr(child_process.Child, "call", call)
+    workload = deadly("nothing")
+    before = [parameter.clone() for parameter in workload.model.parameters()]
+    tune(workload, **ARGUMENTS)
+    count, ended = len(names), []
+    assert {"capacities", "run", "ask"} <= {*names}
+    for place in (1, 2, 3, 5, count // 2, count):
+        names.clear()
+        try:
+            plan = tune(workload, **ARGUMENTS)
+        except AutosplitError as error:
+            ended.append(str(error))
+        else:
+            assert {"process-lost", "not-checked"} & {note.kind for note in plan.notes}, place
+        assert multiprocessing.active_children() == []
+        assert all(map(torch.equal, workload.model.parameters(), before))
+    assert len(ended) <= 1, "only a process without a workload ends the tuning"
+    assert all("killed by SIGKILL" in error for error in ended)
 
 
 @pytest.fixture

@@ -795,7 +795,7 @@ def train(devices):
 gone = train(sys.argv[1])
 gc.collect()
 kinds = {type(o).__name__ for o in gc.get_objects()}
-print(gone() is None, sorted(kinds & {"Trainee", "LoneSession", "Tracer", "Prober", "Workload"}))
+print(gone() is None, sorted(kinds & {"Trainee", "Run", "Search", "Limits", "Tracer", "Prober", "Workload"}))
 """
 
 

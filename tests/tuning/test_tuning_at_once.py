@@ -67,9 +67,9 @@ def ended(pid: int) -> int:
 @contextmanager
 def counting_searches(path: Path, *, after: Callable[[], object] = lambda: True) -> Iterator[None]:
     """Append each search's process id to a file. A search begins after a condition holds."""
-    from autosplit.tuning import session
+    from autosplit.tuning import search as searching
 
-    real = session.search
+    real = searching.search
 
     def search(*args: Any, **options: Any) -> None:
         with path.open("a") as file:
@@ -77,11 +77,11 @@ def counting_searches(path: Path, *, after: Callable[[], object] = lambda: True)
         until(after)
         real(*args, **options)
 
-    session.search = search
+    searching.search = search
     try:
         yield
     finally:
-        session.search = real
+        searching.search = real
 
 
 def searches(path: Path) -> list[int]:
@@ -190,7 +190,6 @@ def found_in(name: str, folder: Path) -> Any:
 # -------------------------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.whole
 def test_two_processes_tune_and_one_file_results(tmp_path):
     found = found_in("two_at_once", run_apart("two_at_once", tmp_path, 100))
     assert found["codes"] == [0] * COUNT

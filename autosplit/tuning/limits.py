@@ -5,22 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from autosplit.errors import InputError
 from autosplit.oom import DoesNotFitError
 from autosplit.probe.ceilings import ceiling_by_time, ceiling_of, does_not_fit, predicted_ceiling
 from autosplit.probe.primary_memory import primary_fit, room_beside
+from autosplit.probe.prober import Prober
 from autosplit.probe.request import Request
 from autosplit.solve.memory import Ceiling, MemoryFit, Region, Role
 from autosplit.solve.search_space import Space
 from autosplit.solve.solver import WITHIN_REACH, Solver
-from autosplit.solve.split import proportional_split
+from autosplit.solve.split import accumulation_steps, proportional_split
 from autosplit.solve.step_time import StepTime, TimeCurve
 from autosplit.solve.trial import Trial
 from autosplit.tuning.assemble import accumulates, why_single
-from autosplit.tuning.session import most_steps
-from autosplit.tuning.worker import Worker
+
+MOST_FORWARDS = 2**16
+"""Largest number of forwards per optimizer step. A larger effective batch is probably the size of a dataset."""
 
 
-class MemoryBounds:
+class Limits:
     """Find ceilings, and the splits that fit.
 
     Attributes:
@@ -31,10 +34,10 @@ class MemoryBounds:
         plain_cpu_curve: The times of a CPU without a budget. They limit its ceiling.
     """
 
-    def __init__(self, request: Request, worker: Worker) -> None:
-        self.request, self.prober = request, worker.prober
-        self.why_single = why_single(worker.workload)
-        self.accumulates = accumulates(request, worker.workload)
+    def __init__(self, request: Request, prober: Prober) -> None:
+        self.request, self.prober = request, prober
+        self.why_single = why_single(prober.workload)
+        self.accumulates = accumulates(request, prober.workload)
         self.capacities_bytes = self.prober.runtime.capacities_bytes
         self.primary: Ceiling | None = None
         self.replicas: tuple[Ceiling, ...] = ()
@@ -68,7 +71,7 @@ class MemoryBounds:
             raise does_not_fit(self.prober, 0)
 
     def _alone(self, role: Role) -> Ceiling:
-        if self.prober.limited_by_time:
+        if self.prober.evidence == "time":
             # Without accumulation, all samples of a step must run at once, even if a smaller batch is as fast.
             needed = 0 if self.why_single is None else self.request.least_effective
             self.plain_cpu_curve, found = ceiling_by_time(self.prober, needed)
@@ -100,7 +103,7 @@ class MemoryBounds:
     def _keep_alone(self) -> Ceiling:
         if self.primary_kept is None:
             self.primary_kept = alone = self._measured_primary
-            if alone.batch_size and not self.prober.limited_by_time:
+            if alone.batch_size and self.prober.evidence != "time":
                 self.primary_kept = self._ceiling(0, "primary", accumulates=True, start=alone.batch_size)
         return self.primary_kept
 
@@ -160,14 +163,14 @@ class MemoryBounds:
         if several is None:
             return space
         promise = solver.samples_per_s(several) / solver.samples_per_s(answers[0])
-        if promise < (1.0 if self.prober.decides_by_steps else WITHIN_REACH):
+        if promise < (1.0 if self.prober.evidence == "steps" else WITHIN_REACH):
             return replace(space, max_steps=1)
         region = self._predicted_region_of_several(space.region)
         return replace(space, accumulating=region) if region.largest_batch else replace(space, max_steps=1)
 
     @property
     def _waits(self) -> bool:
-        return self.accumulates and not self.prober.limited_by_time
+        return self.accumulates and self.prober.evidence != "time"
 
     @property
     def _most_effective(self) -> int:
@@ -255,3 +258,16 @@ def _no_less(ceiling: Ceiling, best: Trial, index: int) -> Ceiling:
         return ceiling
     peak_bytes = best.peak_bytes[index] if best.peak_bytes else ceiling.peak_bytes
     return replace(ceiling, batch_size=share, peak_bytes=peak_bytes)
+
+
+def most_steps(sizes: tuple[int, int] | None, largest_batch: int) -> int:
+    """Return the largest number of accumulation steps to search, for the largest batch of a forward."""
+    least, most_samples = (1, 1) if sizes is None else sizes
+    fewest = accumulation_steps(least, largest_batch)
+    if fewest > MOST_FORWARDS:
+        raise InputError(
+            f"effective_batch_size is at least {least}, which needs {fewest} forwards of the largest batch that "
+            f"fits. Expected at most {MOST_FORWARDS}. Lower effective_batch_size.",
+        )
+    most = max(fewest, accumulation_steps(most_samples, largest_batch))
+    return min(most + max(3, fewest), MOST_FORWARDS)

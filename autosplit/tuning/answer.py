@@ -1,0 +1,172 @@
+"""Turn a survey and its trials into a plan: choose, confirm the ceilings, and solve for DDP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autosplit.addons import addon
+from autosplit.errors import one_line
+from autosplit.notes import Note
+from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import DdpPlan, with_notes
+from autosplit.probe.check_result import Check
+from autosplit.runtime.protocol import StepShape
+from autosplit.solve.memory import MemoryParts
+from autosplit.solve.step_time import BACKWARD_SHARE, Fit, StepTime, TimeCurve
+from autosplit.solve.trial import Trial, configuration_of
+from autosplit.tuning.assemble import DDP_NOTE, Answer, assembled, idle_notes, measured_ranks, rank_answer, residuals_of
+from autosplit.tuning.run import Run, Survey
+from autosplit.tuning.search import Search
+from autosplit.tuning.survey import all_reduce_seconds, solve_ranks
+from autosplit.workload.compiled import compiled_times_note, has_compiled_parts
+from autosplit.workload.workload import modules_of
+
+INTERRUPTED_NOTE = Note("interrupted", "The search was interrupted. This is the best plan so far.")
+
+
+def solved_plan(run: Run, survey: Survey, checks: tuple[Check, ...]) -> Plan:
+    """Return DDP's plan from measurements of single devices, without trials."""
+    ddp, step_time = solve_ranks(run, survey.ranks, survey.step_time)
+    if not ddp.ranks:
+        raise DoesNotFitError(
+            f"DDP can't train this workload on {', '.join(device.label for device in run.request.devices)}: "
+            f"{ddp.reason}. Expected a rank on each device. Leave strategy='ddp' out, or use a smaller model or "
+            "larger devices.",
+        )
+    answer = rank_answer(ddp, Fit(step_time, all_reduce_seconds(run, step_time)))
+    memory = run.prober.rank_parts(answer.split, answer.peak_bytes, accumulates=answer.accumulation_steps > 1)
+    return _with_compiled(run, _assembled(run, checks, (), replace(answer, memory=memory), DDP_NOTE))
+
+
+def split_plan(run: Run, survey: Survey, search: Search, best: Trial, checks: tuple[Check, ...]) -> Plan:
+    """Return BalancedDataParallel's plan for the best trial, with DDP's plan."""
+    assert survey.limits is not None, "a survey for BalancedDataParallel has limits"
+    _confirm(run)
+    run.notes.extend(search.doubts())
+    prober = run.prober
+    matters = survey.limits.replicas and not prober.shares_processor and not prober.out_of_time
+    even_rate = search.even_rate(best) if matters else None
+    answer = replace(
+        quick_answer(run, survey, search, best), ceilings=survey.limits.of_plan(best), even_samples_per_s=even_rate
+    )
+    if len(survey.ranks) > 1:
+        ddp, _ = solve_ranks(run, survey.ranks, survey.step_time)
+    else:  # the search measured the plain model on the only device
+        ddp = measured_ranks(answer.ceilings, best, answer.effective_batch_size, survey.options, survey.least_batch)
+    answer = replace(answer, ddp=ddp, memory=_memory_of(run, search, best))
+    plan = _assembled(run, checks, search.trials, answer)
+    if run.request.simulated:
+        run.report("simulating other machines")
+        changes = addon("simulated_changes")(plan, prober.runtime, deadline_s=run.request.deadline.end_s)
+        plan = replace(plan, changes=changes)
+    return _with_compiled(run, plan)
+
+
+def joint_plan(run: Run, survey: Survey, search: Search, best: Trial, checks: tuple[Check, ...]) -> Plan:
+    """Return DDP's plan for the best trial of all ranks together."""
+    _confirm(run)
+    answer = replace(quick_answer(run, survey, search, best), even_samples_per_s=search.even_rate(best))
+    return _assembled(run, checks, search.trials, answer, joint_note(run))
+
+
+def interrupted_plan(run: Run, survey: Survey, search: Search, checks: tuple[Check, ...]) -> Plan | None:
+    """Return the best plan so far, without another step, or None if no trial has succeeded."""
+    best = search.best()
+    if best is None:
+        return None
+    joint = (joint_note(run),) if run.workers.job.has_peers else ()
+    answer = quick_answer(run, survey, search, best)
+    return replace(_assembled(run, checks, search.trials, answer, INTERRUPTED_NOTE, *joint), complete=False)
+
+
+def joint_note(run: Run) -> Note:
+    """Return the note of a plan whose trials ran on all ranks together."""
+    count = len(run.request.devices)
+    return Note("ddp-measured", f"With strategy 'ddp', {count} ranks ran all measured steps together.")
+
+
+def _confirm(run: Run) -> None:
+    run.report.stage = "confirming"
+    run.report("the plan")
+
+
+def quick_answer(run: Run, survey: Survey, search: Search, best: Trial) -> Answer:
+    """Return the results for the best trial, without running another step."""
+    assert best.samples_per_s is not None
+    fitted = search.solver.refitted(search.trials).step_time
+    residuals = residuals_of(search.solver, fitted, search.trials)
+    effective = search.effective_of(best)
+    if survey.limits is None:
+        pairs = zip(survey.ranks, best.split, strict=True)
+        ceilings = tuple(replace(rank, batch_size=max(rank.batch_size, share)) for rank, share in pairs)
+        ddp = measured_ranks(ceilings, best, effective, survey.options, survey.least_batch)
+        curves = tuple(TimeCurve(tuple((n, fitted.contention * s) for n, s in curve.points)) for curve in fitted.curves)
+        busy_s = max(curve(share) for curve, share in zip(curves, best.split, strict=True))
+        # Add the part that the backward hides. `overlapped_seconds` subtracts it again.
+        reduce_s = BACKWARD_SHARE * busy_s + sum(fitted.copies_s)
+        return rank_answer(ddp, Fit(StepTime.bare(curves, fitted.update_s, adds_up=False), reduce_s, residuals))
+    return Answer(
+        split=best.split,
+        accumulation_steps=best.accumulation_steps,
+        effective_batch_size=effective,
+        samples_per_s=best.samples_per_s,
+        peak_bytes=best.peak_bytes,
+        ceilings=survey.limits.known_of(best, search.solver.space),
+        curves=search.solver.step_time.curves,
+        ddp=DdpPlan((), 0.0, "the search was interrupted before DDP was solved"),
+        region=search.solver.space.region_of(best.accumulation_steps),
+        fit=Fit(fitted, all_reduce_seconds(run, fitted), residuals),
+    )
+
+
+def _memory_of(run: Run, search: Search, best: Trial) -> tuple[MemoryParts | None, ...]:
+    if not best.peak_bytes:
+        return ()
+    splits = search.solver.splits_of(configuration_of(best), best.split)
+    return run.prober.parts(StepShape(splits[:2]), best.peak_bytes)
+
+
+def _assembled(
+    run: Run, checks: tuple[Check, ...], trials: list[Trial] | tuple[()], answer: Answer, *notes: Note
+) -> Plan:
+    steps, ooms = run.workers.counted()
+    plan = assembled(
+        run.request,
+        run.workload,
+        run.key,
+        answer,
+        trials=tuple(trials),
+        checks=checks,
+        loss_rule=run.prober.facts.loss_rule,
+        notes=(*run.notes, *notes, *idle_notes(run.request, answer)),
+        real_steps=steps,
+        real_ooms=ooms,
+    )
+    if run.request.simulated:
+        chosen = zip(plan.devices, addon("attention_of")(run.prober.runtime), strict=True)
+        plan = replace(plan, devices=tuple(replace(device, attention=found) for device, found in chosen))
+    return plan
+
+
+def _with_compiled(run: Run, plan: Plan) -> Plan:
+    is_compiled = any(map(has_compiled_parts, modules_of(run.workload)))
+    return with_notes(plan, last=[compiled_note(run, max(plan.split))]) if is_compiled else plan
+
+
+def compiled_note(run: Run, samples: int) -> Note:
+    """Return a note on torch.compile: the result of one compiled step, or published results for simulated GPUs."""
+    runtime, devices = run.prober.runtime, run.request.devices
+    if runtime.exact:
+        return Note("compiled", compiled_times_note(modules_of(run.workload)))
+    said = "The model is compiled, but memory and time are those of the uncompiled model"
+    run.report("running a compiled step")
+    try:
+        peaks = runtime.peaks(StepShape(((samples, *(0 for _ in devices[1:])),), compiled=True))
+    except OutOfMemoryError as error:
+        return Note("compiled", f"{said}. A compiled step of {samples} samples does not fit: {error}")
+    except Exception as error:  # noqa: BLE001  # the compiler may raise anything
+        return Note("compiled", f"{said}. No compiled step ran ({one_line(error)}).")
+    held = f", and needs {peaks[0]} bytes." if peaks else ". Its memory can't be tracked on a CPU."
+    text = f"{said}. A compiled step of {samples} samples on {devices[0].label} ran{held}"
+    return Note("compiled", text)
