@@ -12,7 +12,7 @@ from typing import Any
 from autosplit.errors import InputError
 
 ADDONS = {
-    "attention_of": "sim.simulated:attention_of_runtime",
+    "attention_of": "sim.simulated:attention_of_worker",
     "build_simulated": "sim.prepare:build_simulated",
     "cards_of_examination": "tools.examination:cards_of_examination",
     "ceiling_plot": "tools.ceiling_plot:plot_ceilings",

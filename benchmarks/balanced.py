@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from autosplit import BalancedDataParallel, Workload, parse_devices
 from autosplit.runtime.protocol import StepShape
-from autosplit.sim.simulated import SimulatedRuntime
+from autosplit.sim.simulated import SimulatedWorker
 from autosplit.sim.tracer import make_tracer
 
 CPU_LIMIT = 1.05
@@ -323,10 +323,10 @@ def simulated() -> dict[str, Any]:
     }
     for spec in SIMULATED:
         devices = parse_devices(spec)
-        runtime = SimulatedRuntime(devices, tuple(device.capacity_bytes for device in devices), tracer)
+        worker = SimulatedWorker(devices, tuple(device.capacity_bytes for device in devices), tracer)
         split = (SHARE,) * len(devices)
-        ours_s = runtime.measure(StepShape((split,) * MICRO_STEPS)).seconds
-        theirs_s = data_parallel_s(runtime, split)
+        ours_s = worker.measure(StepShape((split,) * MICRO_STEPS)).seconds
+        theirs_s = data_parallel_s(worker, split)
         figures[spec] = {
             "ratio": round(ours_s / theirs_s, 4),
             "ours_s": round(ours_s, 6),
@@ -337,12 +337,12 @@ def simulated() -> dict[str, Any]:
     return figures
 
 
-def data_parallel_s(runtime: SimulatedRuntime, split: tuple[int, ...]) -> float:
+def data_parallel_s(worker: SimulatedWorker, split: tuple[int, ...]) -> float:
     """Return the seconds of an optimizer step in nn.DataParallel, which copies and reduces in every micro-step."""
-    alone = runtime.measure(StepShape((split,)))
-    spec = runtime.devices[0].spec
+    alone = worker.measure(StepShape((split,)))
+    spec = worker.devices[0].spec
     assert spec is not None
-    added_s = sum(cost.seconds(spec) for cost in runtime.tracer.accumulation_costs())
+    added_s = sum(cost.seconds(spec) for cost in worker.tracer.accumulation_costs())
     return MICRO_STEPS * (alone.seconds - alone.update_s) + alone.update_s + (MICRO_STEPS - 1) * added_s
 
 

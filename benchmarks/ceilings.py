@@ -45,7 +45,7 @@ from architectures import ARCHITECTURES, BUDGETS, OPTIMIZERS
 from autosplit import Workload, find_ceiling, parse_devices
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
-from autosplit.runtime.accelerator import AcceleratorRuntime
+from autosplit.runtime.accelerator import AcceleratorWorker
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
@@ -184,9 +184,9 @@ def step_of(case: Case, closing: ExitStack) -> Step:
     On a GPU it runs three steps, because the allocator's peak is steady in the third.
     """
     if case.gpu:
-        runtime = AcceleratorRuntime(parse_devices("cuda:0"), (case.budget_bytes,), case.workload())
-        closing.callback(runtime.close)
-        return lambda n: void(runtime.peaks(shape_of(n)))
+        worker = AcceleratorWorker(parse_devices("cuda:0"), (case.budget_bytes,), case.workload())
+        closing.callback(worker.close)
+        return lambda n: void(worker.peaks(shape_of(n)))
     trainee = training_copy(case.workload(), device=torch.device("cpu"))
 
     def step(n: int, capacity_bytes: int | None = case.budget_bytes) -> None:

@@ -20,7 +20,7 @@ import autosplit
 from autosplit import Workload
 from autosplit.accelerators import backend
 from autosplit.oom import OutOfMemoryError
-from autosplit.runtime.accelerator import AcceleratorRuntime
+from autosplit.runtime.accelerator import AcceleratorWorker
 from autosplit.runtime.protocol import StepShape
 
 ROOT = Path(__file__).parents[1]
@@ -32,9 +32,9 @@ def _shape(size: int, **options: Any) -> StepShape:
     return StepShape(((size,),), **options)
 
 
-def _runtime(workload: Workload, capacity_bytes: int | None = None) -> AcceleratorRuntime:
+def _worker(workload: Workload, capacity_bytes: int | None = None) -> AcceleratorWorker:
     (device,) = autosplit.parse_devices(GPU)
-    return AcceleratorRuntime((device,), (capacity_bytes or device.capacity_bytes,), workload)
+    return AcceleratorWorker((device,), (capacity_bytes or device.capacity_bytes,), workload)
 
 
 def _only_cuda() -> None:
@@ -152,9 +152,9 @@ def _room_in_child() -> tuple[bool | None, dict[str, Any]]:
 
 def _nothing_left() -> tuple[bool, dict[str, Any]]:
     before = int(CUDA.memory_allocated(DEVICE))
-    runtime = _runtime(mlp(small=True))
-    runtime.peaks(_shape(64))
-    runtime.close()
+    worker = _worker(mlp(small=True))
+    worker.peaks(_shape(64))
+    worker.close()
     left = int(CUDA.memory_allocated(DEVICE)) - before
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # noqa: SLF001 (no public name)
     if KIND == "cuda" and clear is not None:
@@ -164,13 +164,13 @@ def _nothing_left() -> tuple[bool, dict[str, Any]]:
 
 
 def _limit() -> tuple[bool, dict[str, Any]]:
-    runtime = _runtime(mlp(small=True), 64 * MIB)
+    worker = _worker(mlp(small=True), 64 * MIB)
     try:
-        runtime.peaks(_shape(1_000_000))
+        worker.peaks(_shape(1_000_000))
     except OutOfMemoryError as error:
         return error.device == GPU, {"device": error.device, "message": str(error)[:200]}
     finally:
-        runtime.close()
+        worker.close()
     return False, {"message": "a step of 1,000,000 samples ran within 64 MiB"}
 
 
@@ -192,9 +192,9 @@ def behaviour_stage(*, small: bool) -> None:
 
 
 def _compiled(small: bool) -> tuple[bool, dict[str, Any]]:
-    runtime = _runtime(mlp(small))
-    peak = runtime.peaks(_shape(64, compiled=True))[0]
-    runtime.close()
+    worker = _worker(mlp(small))
+    peak = worker.peaks(_shape(64, compiled=True))[0]
+    worker.close()
     return peak > 0, {"peak_mib": peak // MIB}
 
 
@@ -208,9 +208,9 @@ def _skipped_steps(small: bool) -> tuple[bool, dict[str, Any]]:
         workload = Workload(
             given.model, given.sample_batch, loss_fn=loss_fn, optimizer=given.optimizer, precision="fp16"
         )
-        runtime = _runtime(workload)
-        rows[name] = runtime.peaks(_shape(64))[0]
-        runtime.close()
+        worker = _worker(workload)
+        rows[name] = worker.peaks(_shape(64))[0]
+        worker.close()
     least, most = sorted(rows.values())
     return least >= 0.98 * most, {name: round(peak / MIB, 1) for name, peak in rows.items()}
 
@@ -222,34 +222,34 @@ def _oom_in_optimizer() -> tuple[bool, dict[str, Any]]:
     workload = Workload(model, torch.randn(2, width), optimizer=torch.optim.AdamW)
     rows = {}
     for factor in (2.6, 3.0, 3.4):  # parameters 1, gradients 1, optimizer state 2
-        runtime = _runtime(workload, int(factor * parameter_bytes) + 24 * MIB)
+        worker = _worker(workload, int(factor * parameter_bytes) + 24 * MIB)
         seen = []
         for size in (64, 2):
             try:
-                runtime.peaks(_shape(size))
+                worker.peaks(_shape(size))
                 seen.append("ran")
             except OutOfMemoryError:
                 seen.append("out of memory")
             except Exception as error:  # noqa: BLE001 (it is the finding)
                 seen.append(f"{type(error).__name__}: {error}"[:80])
         rows[str(factor)] = seen
-        runtime.close()
+        worker.close()
     return all(one in {"ran", "out of memory"} for seen in rows.values() for one in seen), rows
 
 
 def _oom_recovery(small: bool) -> tuple[bool, dict[str, Any]]:
-    runtime = _runtime(gpt(small), (32 * MIB) if small else 4 * GIB)
+    worker = _worker(gpt(small), (32 * MIB) if small else 4 * GIB)
     least, large = (2, (1024, 4096)) if small else (2, (128, 512))
-    runtime.peaks(_shape(least))
+    worker.peaks(_shape(least))
     before, seen = int(CUDA.memory_allocated(DEVICE)), []
     for size in (*large, least):
         try:
-            runtime.peaks(_shape(size))
+            worker.peaks(_shape(size))
             seen.append("ran")
         except OutOfMemoryError as error:
             seen.append(f"out of memory on {error.device}")
     left = (int(CUDA.memory_allocated(DEVICE)) - before) // MIB
-    runtime.close()
+    worker.close()
     return seen[-1] == "ran" and seen[0].endswith(GPU) and abs(left) <= 80, {"seen": seen, "left_mib": left}
 
 
@@ -311,10 +311,10 @@ def _allocator(setting: str) -> tuple[bool, dict[str, Any]]:
     os.environ.setdefault("GPU_FINDINGS", os.devnull)
     import gpu_checks as checks
     from autosplit.oom import OutOfMemoryError
-    runtime = checks._runtime(checks.mlp(small=True), 2**31)  # the context takes 0.5 GiB of this
-    print("peak_mib", runtime.peaks(checks._shape(64))[0] // 2**20)
+    worker = checks._worker(checks.mlp(small=True), 2**31)  # the context takes 0.5 GiB of this
+    print("peak_mib", worker.peaks(checks._shape(64))[0] // 2**20)
     try:
-        runtime.peaks(checks._shape(4_000_000))
+        worker.peaks(checks._shape(4_000_000))
         print("no limit")
     except OutOfMemoryError:
         print("raised")
@@ -358,12 +358,12 @@ def _sticky_error() -> tuple[bool, dict[str, Any]]:
 
         devices = autosplit.parse_devices(GPU)
         built = build(gpu_breaks.workload, devices)
-        runtime = prepare(built, devices, (2 * GIB,), closing, largest_batch=64, isolate=True).runtime
+        worker = prepare(built, devices, (2 * GIB,), closing, largest_batch=64, isolate=True).worker
         seen = []
         for size in (8, 32, 8):
             began_s = time.perf_counter()
             try:
-                runtime.peaks(_shape(size))
+                worker.peaks(_shape(size))
                 said = "ran"
             except Exception as error:  # noqa: BLE001 (it is the finding)
                 said = f"{type(error).__name__}: {error}"[:160]

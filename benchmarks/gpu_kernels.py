@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_checks import CUDA, DEVICE, _runtime, _shape
+from gpu_checks import CUDA, DEVICE, _shape, _worker
 from gpu_findings import KIND, MIB, checked
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -195,9 +195,9 @@ def _compared(case: Case) -> tuple[bool | None, dict[str, Any]]:
     workload = Workload(
         module, (inputs, torch.zeros(4)), loss_fn=loss, optimizer=torch.optim.SGD, precision=case.precision
     )
-    runtime = _runtime(workload)
-    measured = [runtime.peaks(_shape(size))[0] for size in SAMPLES]
-    runtime.close()
+    worker = _worker(workload)
+    measured = [worker.peaks(_shape(size))[0] for size in SAMPLES]
+    worker.close()
     tracer, why_real = make_tracer(workload, like_gpu=True)
     traced = [traced_peaks(tracer, _shape(size))[0] for size in SAMPLES]
     slope = (traced[1] - traced[0]) / max(1, measured[1] - measured[0])

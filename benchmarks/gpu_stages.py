@@ -25,7 +25,7 @@ from autosplit import Workload
 from autosplit.accelerators import backend, bounded
 from autosplit.devices.catalog import find_card
 from autosplit.oom import is_oom
-from autosplit.runtime.accelerator import AcceleratorRuntime
+from autosplit.runtime.accelerator import AcceleratorWorker
 from autosplit.runtime.protocol import StepShape
 from autosplit.workload.batch import resize, unmarked
 from autosplit.workload.tree import map_tensors
@@ -218,7 +218,7 @@ def _retries() -> int:
 
 
 def _training_step(workload: Workload) -> Callable[[Any], None]:
-    """Return a plain training step of a copy of a workload's model. It uses no part of autosplit's runtime."""
+    """Return a plain training step of a copy of a workload's model. It uses no part of autosplit's worker."""
     model = copy.deepcopy(workload.model).to(DEVICE)
     optimizer = workload.optimizer(model.parameters())
     scaler = torch.amp.GradScaler(KIND, enabled=workload.precision == "fp16")
@@ -273,10 +273,10 @@ def _step(setting: Setting, predicted: dict[str, Any] | None, small: bool) -> tu
     torch.manual_seed(0)
     workload, sizes = _built(setting.build, small), setting.sizes(small)
     devices = autosplit.parse_devices(GPU)
-    runtime = AcceleratorRuntime(devices, (devices[0].capacity_bytes,), workload)
-    held = [runtime.memory(StepShape(((size,),))) for size in sizes]
-    step = runtime.measure(StepShape(((sizes[1],),)), budget_s=0.5)
-    runtime.close()
+    worker = AcceleratorWorker(devices, (devices[0].capacity_bytes,), workload)
+    held = [worker.memory(StepShape(((size,),))) for size in sizes]
+    step = worker.measure(StepShape(((sizes[1],),)), budget_s=0.5)
+    worker.close()
     allocated, reserved = ([getattr(one, name)[0] for one in held] for name in ("allocated_bytes", "reserved_bytes"))
     loop_s, loop_bytes = _plain_loop(workload, sizes[1])
     figures: dict[str, Any] = {

@@ -31,7 +31,7 @@ from autosplit.sim import tracer as tracer_module
 from autosplit.sim.fake_trainee import FakeTrainee
 from autosplit.sim.gpu_kernels import GpuKernels
 from autosplit.sim.op_cost import running_part
-from autosplit.sim.simulated import SimulatedRuntime
+from autosplit.sim.simulated import SimulatedWorker
 from autosplit.sim.trace_tracker import TraceTracker
 from autosplit.sim.tracer import Tracer, make_tracer
 
@@ -112,8 +112,8 @@ def traced(case: Case, capability: int, make: Callable[[Case, int], tuple[Tracer
                 trace = tracer.trace(StepShape(((samples,),)))
                 activations.append(trace.parts[0].activations_bytes)
                 saved.append(trackers[-1].saved_bytes or 0)
-            runtime = SimulatedRuntime((_timed_gpu(capability),), (UNLIMITED_BYTES,), tracer)
-            compute_s = runtime.measure(StepShape(((large,),))).busy_s[0]
+            worker = SimulatedWorker((_timed_gpu(capability),), (UNLIMITED_BYTES,), tracer)
+            compute_s = worker.measure(StepShape(((large,),))).busy_s[0]
     except Exception as error:  # noqa: BLE001  # one case must not end the run
         return Row(case.name, capability, error=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
     per_sample = [round((numbers[1] - numbers[0]) / (large - small)) for numbers in (activations, saved)]

@@ -49,7 +49,7 @@ from autosplit.runtime.trainee import Trainee
 from autosplit.sim.fake_copy import built_without_memory, fake_mode
 from autosplit.sim.gpu_kernels import GpuKernels
 from autosplit.sim.op_cost import OpCost
-from autosplit.sim.simulated import SimulatedRuntime
+from autosplit.sim.simulated import SimulatedWorker
 from autosplit.sim.tracer import Trace, Tracer
 from autosplit.workload.workload import Workload
 
@@ -227,8 +227,8 @@ def seconds(row: Row, cache: Path | None) -> float:
     devices = parse_devices(f"sim:{row.cards}x{row.card}")
     # timm's inputs are on the GPU already.
     free = frozenset({"input"}) if row.family == "timm" else frozenset()
-    runtime = SimulatedRuntime(devices, (2**60,) * row.cards, _Kept(row, cache), free=free)
-    found = runtime.measure(StepShape(((row.batch,) * row.cards,)))
+    worker = SimulatedWorker(devices, (2**60,) * row.cards, _Kept(row, cache), free=free)
+    found = worker.measure(StepShape(((row.batch,) * row.cards,)))
     return found.seconds if row.family == "timm" else found.seconds - found.update_s
 
 

@@ -35,7 +35,7 @@ from autosplit.devices.spec import parse_devices
 from autosplit.runtime.protocol import StepShape
 from autosplit.sim.fake_copy import built_without_memory, fake_mode
 from autosplit.sim.gpu_kernels import GpuKernels
-from autosplit.sim.simulated import SimulatedRuntime
+from autosplit.sim.simulated import SimulatedWorker
 from autosplit.sim.tracer import Tracer
 from autosplit.workload.compiled import FUSED_SHARE
 from autosplit.workload.workload import Workload
@@ -143,7 +143,7 @@ def compare(step: Step) -> dict[str, Any]:
     shape = StepShape(((step.batch,),) * step.accumulation_steps)
     devices = parse_devices(f"sim:{step.gpu}")
     eager, compiled = (
-        SimulatedRuntime(devices, (2**60,), tracer, fused_share=share).measure(shape) for share in (1.0, FUSED_SHARE)
+        SimulatedWorker(devices, (2**60,), tracer, fused_share=share).measure(shape) for share in (1.0, FUSED_SHARE)
     )
     found: dict[str, Any] = {"model": step.name, "gpu": step.gpu, "torch": step.torch, "fitted": step.fitted}
     found |= {"predicted eager s": round(eager.seconds, 4), "predicted compiled s": round(compiled.seconds, 4)}

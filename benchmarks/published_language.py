@@ -33,7 +33,7 @@ from autosplit.runtime.protocol import StepShape
 from autosplit.sim.fake_copy import built_without_memory, fake_mode
 from autosplit.sim.gpu_kernels import GpuKernels
 from autosplit.sim.nf4_linear import quantize_linear
-from autosplit.sim.simulated import SimulatedRuntime, attention_of
+from autosplit.sim.simulated import SimulatedWorker, attention_of
 from autosplit.sim.tracer import Tracer
 from autosplit.workload.workload import Workload
 
@@ -217,8 +217,8 @@ def compare(row: Row) -> dict[str, Any]:
     devices = parse_devices(f"sim:{row.simulated}")
     kernels = GpuKernels.of(find_card(row.simulated).compute_capability)
     tracer = Tracer(workload(row), fake=True, like_gpu=True, kernels=kernels)
-    runtime = SimulatedRuntime(devices, (2**60,), tracer)
-    found = runtime.measure(StepShape(((row.batch,),) * row.accumulation))
+    worker = SimulatedWorker(devices, (2**60,), tracer)
+    found = worker.measure(StepShape(((row.batch,),) * row.accumulation))
     report: dict[str, Any] = {
         "model": row.model,
         "card": row.card,

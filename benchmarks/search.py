@@ -59,12 +59,12 @@ import architectures
 from autosplit import Plan, Workload, parse_devices, tune
 from autosplit.devices.device import Device
 from autosplit.oom import OutOfMemoryError
-from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.cpu import CpuWorker
 from autosplit.runtime.protocol import Measurement, StepShape
 from autosplit.sim import prepare, simulated
 from autosplit.sim.affine_traces import AffineTraces
 from autosplit.sim.op_cost import Move, Work
-from autosplit.sim.simulated import SimulatedRuntime, _Whole
+from autosplit.sim.simulated import SimulatedWorker, _Whole
 from autosplit.sim.tracer import Event, Trace, Tracer, make_tracer
 from autosplit.solve.fastest_split import fastest_split
 from autosplit.solve.split import even_split, micro_batch_sizes, proportional_split
@@ -277,7 +277,7 @@ QUICK_MACHINES = ("2xRTX3090", REPORTED)
 # The judge: simulated times and a lower bound
 
 
-class _AsOne(SimulatedRuntime):
+class _AsOne(SimulatedWorker):
     """Traces every step completely, on all GPUs."""
 
     def measure(self, shape: StepShape, *, budget_s: float = 0.0) -> Measurement:
@@ -306,7 +306,7 @@ class Judge:
 
     def __post_init__(self) -> None:
         capacities = tuple(device.capacity_bytes for device in self.devices)
-        self.runtime = SimulatedRuntime(self.devices, capacities, self.traces)
+        self.worker = SimulatedWorker(self.devices, capacities, self.traces)
         self._work: dict[tuple[int, int], float] = {}
         self.added_s = [
             sum(cost.seconds(_spec(device)) for cost in self.traces.accumulation_costs()) for device in self.devices
@@ -325,7 +325,7 @@ class Judge:
         """Return the simulated time of an optimizer step, or infinity if it does not fit."""
         if splits not in self.simulated:
             try:
-                self.simulated[splits] = self.runtime.measure(StepShape(splits)).seconds
+                self.simulated[splits] = self.worker.measure(StepShape(splits)).seconds
             except OutOfMemoryError:
                 self.simulated[splits] = math.inf
             self.bounds_broken += self.path_seconds(splits) > self.simulated[splits] * (1 + ROUNDING)
@@ -538,14 +538,14 @@ def tuned(traces: AffineTraces, spec: str, num_samples: int) -> Plan:
 def noise(seed: int) -> Iterator[None]:
     """Add noise of `NOISE` to every measured time, and report it as the measurement's noise."""
     generator = random.Random(seed)  # noqa: S311 (not for security)
-    exact = SimulatedRuntime.measure
+    exact = SimulatedWorker.measure
 
-    def measure(self: SimulatedRuntime, shape: StepShape, *, budget_s: float = 0.0) -> Measurement:
+    def measure(self: SimulatedWorker, shape: StepShape, *, budget_s: float = 0.0) -> Measurement:
         measured = exact(self, shape, budget_s=budget_s)
         seconds = measured.seconds * max(0.5, 1 + generator.gauss(0, NOISE))
         return replace(measured, seconds=seconds, error_s=NOISE * seconds)
 
-    with mock.patch.object(SimulatedRuntime, "measure", measure):
+    with mock.patch.object(SimulatedWorker, "measure", measure):
         yield
 
 
@@ -601,7 +601,7 @@ def data_parallel_seconds(judge: Judge, splits: Splits) -> float:
     for split, repeats in ((splits[0], len(splits) - 1), (splits[-1], 1)):
         if repeats:
             try:
-                step = judge.runtime.measure(StepShape((split,)))
+                step = judge.worker.measure(StepShape((split,)))
             except OutOfMemoryError:
                 return math.inf
             total_s += repeats * (step.seconds - step.update_s)
@@ -764,7 +764,7 @@ def sampled(judge: Judge, plan: Plan, best: float, seed: int) -> dict[str, Any]:
 def cross_checked(judge: Judge, count: int, seed: int) -> dict[str, Any]:
     """Compare random composed steps that fit with the same steps traced completely."""
     generator = random.Random(seed)  # noqa: S311 (not for security)
-    whole = _AsOne(judge.devices, judge.runtime.capacities_bytes, judge.traces.tracer)
+    whole = _AsOne(judge.devices, judge.worker.capacities_bytes, judge.traces.tracer)
     space = Sampled(judge)
     errors: list[float] = []
     splits_seen: set[Split] = set()
@@ -948,8 +948,8 @@ def overhead_here() -> dict[str, Any]:
     workload = char_gpt.workload()
     watch = _Stopwatch()
     with (
-        mock.patch.object(CpuRuntime, "measure", watch.around("steps", CpuRuntime.measure)),
-        mock.patch.object(CpuRuntime, "peaks", watch.around("steps", CpuRuntime.peaks)),
+        mock.patch.object(CpuWorker, "measure", watch.around("steps", CpuWorker.measure)),
+        mock.patch.object(CpuWorker, "peaks", watch.around("steps", CpuWorker.peaks)),
         # Includes torch's imports for the first fake tensor, 1.1 s for any trace.
         mock.patch.object(Tracer, "__init__", watch.around("traces", Tracer.__init__)),
         mock.patch.object(Tracer, "trace", watch.around("traces", Tracer.trace)),

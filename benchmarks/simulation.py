@@ -37,11 +37,11 @@ from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.oom import OutOfMemoryError
 from autosplit.probe.find_ceiling import find_ceiling
-from autosplit.runtime.accelerator import AcceleratorRuntime
-from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.accelerator import AcceleratorWorker
+from autosplit.runtime.cpu import CpuWorker
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
-from autosplit.sim.simulated import SimulatedRuntime
+from autosplit.sim.simulated import SimulatedWorker
 from autosplit.sim.tracer import Tracer, make_tracer
 from autosplit.solve.memory import largest_fitting
 from autosplit.workload.workload import Workload
@@ -186,25 +186,25 @@ class Place:
         self.timed = name is not None
 
     @contextmanager
-    def runtime(self, workload: Workload) -> Iterator[AcceleratorRuntime | CpuRuntime]:
+    def worker(self, workload: Workload) -> Iterator[AcceleratorWorker | CpuWorker]:
         """Return the noise of a self-comparison: its distance from 1, or two standard errors if these are larger."""
         devices, capacities_bytes = (self.real,), (self.real.capacity_bytes,)
         if not self.timed:
             trainee = training_copy(workload, device=torch.device("cpu"))
             try:
-                yield CpuRuntime(devices, capacities_bytes, trainee, MOST)
+                yield CpuWorker(devices, capacities_bytes, trainee, MOST)
             finally:
                 trainee.restore()
             return
-        runtime = AcceleratorRuntime(devices, capacities_bytes, workload)
+        worker = AcceleratorWorker(devices, capacities_bytes, workload)
         try:
-            yield runtime
+            yield worker
         finally:
-            runtime.close()
+            worker.close()
 
-    def simulated(self, tracer: Tracer) -> SimulatedRuntime:
-        """Return the runtime that predicts steps. It has no memory limit."""
-        return SimulatedRuntime((self.card,), (2**62,), tracer)
+    def simulated(self, tracer: Tracer) -> SimulatedWorker:
+        """Return the worker that predicts steps. It has no memory limit."""
+        return SimulatedWorker((self.card,), (2**62,), tracer)
 
 
 def shape_of(samples: int) -> StepShape:
@@ -216,7 +216,7 @@ def compared(place: Place, workload: Workload, sizes: tuple[int, ...]) -> tuple[
     """Run and predict a step of each size.
 
     Returns:
-        The predicting runtime, and a row for each size.
+        The predicting worker, and a row for each size.
     """
     begun_s = time.perf_counter()
     tracer, why_real = make_tracer(workload, like_gpu=place.timed)
@@ -224,11 +224,11 @@ def compared(place: Place, workload: Workload, sizes: tuple[int, ...]) -> tuple[
     predicted = {size: simulated.measure(shape_of(size)) for size in sizes}
     traced_s = time.perf_counter() - begun_s
     rows = []
-    with place.runtime(workload) as runtime:
+    with place.worker(workload) as worker:
         for size in sizes:
             row: dict[str, Any] = {"batch_size": size, "predicted_bytes": predicted[size].peak_bytes[0]}
             try:
-                row |= measured_step(place, runtime, size)
+                row |= measured_step(place, worker, size)
             except OutOfMemoryError as error:
                 rows.append({**row, "failed": str(error)})
                 continue
@@ -243,11 +243,11 @@ def compared(place: Place, workload: Workload, sizes: tuple[int, ...]) -> tuple[
     return tracer, rows
 
 
-def measured_step(place: Place, runtime: AcceleratorRuntime | CpuRuntime, size: int) -> dict[str, Any]:
+def measured_step(place: Place, worker: AcceleratorWorker | CpuWorker, size: int) -> dict[str, Any]:
     """Measure the time and the peak of a step."""
     if not place.timed:
-        return {"measured_bytes": runtime.peaks(shape_of(size))[0]}
-    measured = runtime.measure(shape_of(size), budget_s=BUDGET_S)
+        return {"measured_bytes": worker.peaks(shape_of(size))[0]}
+    measured = worker.measure(shape_of(size), budget_s=BUDGET_S)
     return {
         "measured_bytes": measured.peak_bytes[0],  # reserved by the allocator
         "measured_allocated_bytes": torch.cuda.max_memory_allocated(place.real.index),

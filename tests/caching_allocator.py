@@ -151,7 +151,7 @@ class Network:
 
 
 class Card:
-    """A GPU that runs a network's steps like `AcceleratorRuntime`: one step to settle, and one or two to measure."""
+    """A GPU that runs a network's steps like `AcceleratorWorker`: one step to settle, and one or two to measure."""
 
     def __init__(self, network: Network, *, segments: bool) -> None:
         self.network, self.segments, self.ooms = network, segments, 0

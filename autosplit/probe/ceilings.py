@@ -62,8 +62,8 @@ def ceiling_of(
     """
     if prober.evidence == "time":
         return ceiling_by_time(prober, role=role)[1]
-    device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
-    prober.report(f"probing device {index + 1} of {len(prober.runtime.devices)}: {device.label} as {role}")
+    device, capacity_bytes = prober.worker.devices[index], prober.worker.capacities_bytes[index]
+    prober.report(f"probing device {index + 1} of {len(prober.worker.devices)}: {device.label} as {role}")
     most = most or prober.max_batch_size
     start = min(max(prober.least_batch, start or prober.workload.sample_batch_size), most)
     steps, ooms = prober.steps, prober.ooms
@@ -72,7 +72,7 @@ def ceiling_of(
     predict: Callable[[int], float] = counted
     corrected, ran = predict, dict[int, int]()
     limit: Limit = "memory"
-    if prober.evidence == "steps" or (found and not prober.runtime.exact):
+    if prober.evidence == "steps" or (found and not prober.worker.exact):
         search, limit = _by_steps(counted, role, found or start, most)
         found, corrected, ran = search.found, search.corrected, search.allocated
         if prober.keeps_distance(index):
@@ -88,7 +88,7 @@ def ceiling_of(
         peak_bytes=ran.get(found) or (int(predict(found)) if found else 0),
         steps=prober.steps - steps,
         ooms=prober.ooms - ooms,
-        confirmed=found > 0 and not prober.runtime.exact and (found in ran or prober.evidence != "steps"),
+        confirmed=found > 0 and not prober.worker.exact and (found in ran or prober.evidence != "steps"),
         points=tuple((n, known[n], n in ran) for n in sorted(known)),
     )
 
@@ -126,10 +126,10 @@ def ceiling_by_time(prober: Prober, needed: int = 0, role: Role = "primary") -> 
                 raise
             n = sample  # The workload is known to run at this size.
             continue
-        if peak_bytes > prober.runtime.capacities_bytes[0]:
+        if peak_bytes > prober.worker.capacities_bytes[0]:
             limit: Limit = "memory"
             break
-        prober.report(f"timing {n} sample{'s' * (n > 1)} on {prober.runtime.devices[0].label}")
+        prober.report(f"timing {n} sample{'s' * (n > 1)} on {prober.worker.devices[0].label}")
         measured = prober.measured(shape_of(n), budget_s=DOUBLING_BUDGET_S)
         points.append((n, max(1e-9, measured.seconds - measured.update_s)))
         is_enough = measured.seconds > LONGEST_STEP_S or _stops_paying(points) or prober.out_of_time
@@ -168,7 +168,7 @@ def _made(
     points: tuple[tuple[int, int, bool], ...],
     ooms: int = 0,
 ) -> Ceiling:
-    device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
+    device, capacity_bytes = prober.worker.devices[index], prober.worker.capacities_bytes[index]
     fixed_bytes, bytes_per_sample = prober.line(predict, found)
     _log.info(
         "%s as %s: the ceiling is %d samples, limited by %s, %s: %s of %s",
@@ -213,7 +213,7 @@ class _Predictions:
 
     def largest(self, start: int, most: int) -> int:
         """Return the largest size that fits, or 0. Search again if the prediction of this size was wrong."""
-        least, capacity_bytes = self.prober.least_batch, self.prober.runtime.capacities_bytes[self.index]
+        least, capacity_bytes = self.prober.least_batch, self.prober.worker.capacities_bytes[self.index]
         while True:
             found = largest_fitting(self, capacity_bytes, least=0, most=most, start=start)
             if self.prober.prediction_holds(self.shape_of(max(found, least))):
@@ -224,7 +224,7 @@ class _Predictions:
 def _by_steps(predictions: _Predictions, role: Role, start: int, most: int) -> tuple[WallSearch, Limit]:
     """Find a ceiling by real steps. Where bytes are counted, the steps confirm the predictions."""
     prober, index, least = predictions.prober, predictions.index, predictions.prober.least_batch
-    device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
+    device, capacity_bytes = prober.worker.devices[index], prober.worker.capacities_bytes[index]
     # Equal devices in equal steps have equal ceilings.
     careful = prober.keeps_distance(index)
     kind = device.name, capacity_bytes, role, len(predictions.shape_of(2).splits)
@@ -262,7 +262,7 @@ def _by_steps(predictions: _Predictions, role: Role, start: int, most: int) -> t
             memory = prober.memories.get(shape)
             reserved_bytes = peak_bytes if memory is None else memory.reserved_bytes[index]
             search.ran(n, peak_bytes, reserved_bytes, prober.steps - before)
-            search.held_bytes = 0 if counted else _held_bytes(prober.runtime.known_parts(shape)[index])
+            search.held_bytes = 0 if counted else _held_bytes(prober.worker.known_parts(shape)[index])
             _log.info("ran %s: %s on %s", shape, size_text(peak_bytes), device.label)
         if prober.out_of_time and search.found:
             break
@@ -280,7 +280,7 @@ def _held_bytes(parts: MemoryParts) -> int:
 
 def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
     """Return the error for a device on which not even one sample fits, with the bytes needed and available."""
-    device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
+    device, capacity_bytes = prober.worker.devices[index], prober.worker.capacities_bytes[index]
     least = prober.least_batch
     if prober.max_batch_size < least:
         return DoesNotFitError(
@@ -288,7 +288,7 @@ def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
             f"Expected at least {least}. Raise effective_batch_size or max_batch_size.",
         )
     shape = prober.shapes(index, "rank", (), False)(least)
-    known_bytes = prober.runtime.known_parts(shape)[index].total_bytes
+    known_bytes = prober.worker.known_parts(shape)[index].total_bytes
     needed_bytes = known_bytes if prober.evidence == "steps" else prober.predicted(StepShape(((least,),)))[0]
     return DoesNotFitError(
         _why_not(prober, index, needed_bytes),
@@ -300,10 +300,10 @@ def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
 
 
 def _why_not(prober: Prober, index: int, needed_bytes: int) -> str:
-    device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
+    device, capacity_bytes = prober.worker.devices[index], prober.worker.capacities_bytes[index]
     where = f"{device.label} ({device.name})"
     fits = needed_bytes <= capacity_bytes
-    lost = [note.text for note in getattr(prober.runtime, "notes", ())]  # Only an isolated runtime has notes.
+    lost = [note.text for note in getattr(prober.worker, "notes", ())]  # Only an isolated worker has notes.
     if fits and (lost or prober.out_of_time):
         return (
             f"No step of the workload finished on {where}: "
@@ -314,7 +314,7 @@ def _why_not(prober: Prober, index: int, needed_bytes: int) -> str:
     needs = f"it needs {size_text(needed_bytes)} ({needed_bytes} bytes)"
     if fits:
         needs = f"a step needs more than {size_text(needed_bytes)} ({needed_bytes} bytes)"
-    sharded = " Or shard the model: autosplit.tune_sharded plans FSDP2." if len(prober.runtime.devices) > 1 else ""
+    sharded = " Or shard the model: autosplit.tune_sharded plans FSDP2." if len(prober.worker.devices) > 1 else ""
     return (
         f"The workload does not fit on {where} at batch {prober.least_batch}: {needs}, and {capacity_bytes} "
         f"({size_text(capacity_bytes)}) are allowed. Use a smaller model, a lower precision, or a larger device."

@@ -82,7 +82,7 @@ def find_ceiling(
         options: dict[str, Any] = {"largest_batch": request.largest_batch, "isolate": isolate}
         prepared = prepare(built, devices, capacities_bytes, closing, deadline_s=deadline_s, **options)
         prober = Prober(
-            prepared.runtime,
+            prepared.worker,
             prepared.workload,
             request.largest_batch,
             num_ranks=2 if role == "rank" else 1,

@@ -89,7 +89,7 @@ def room_beside(
     if prober.evidence == "steps":
         return least
     total = largest_fitting(
-        peak, prober.runtime.capacities_bytes[0], least=sum(least), most=sum(most), start=sum(least) + 1
+        peak, prober.worker.capacities_bytes[0], least=sum(least), most=sum(most), start=sum(least) + 1
     )
     grown = lowered(total)
     return grown if all(n >= floor for n, floor in zip(grown, least, strict=True)) else least

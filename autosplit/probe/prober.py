@@ -14,7 +14,7 @@ from autosplit.devices.device import Evidence
 from autosplit.errors import AutosplitError, advise, from_user_code
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError, is_kernel_limit
-from autosplit.runtime.protocol import Facts, Measurement, Runtime, StepMemory, StepShape
+from autosplit.runtime.protocol import Facts, Measurement, StepMemory, StepShape, Worker
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.memory import MemoryParts, Role
 from autosplit.solve.timed_sizes import TimedSize
@@ -30,7 +30,7 @@ _MANY = 32
 
 @dataclass
 class Prober:
-    """Run and predict steps of one workload on one runtime.
+    """Run and predict steps of one workload on one worker.
 
     Attributes:
         report: Function that is called with progress messages.
@@ -43,7 +43,7 @@ class Prober:
         found_on: The last device and its ceiling, by the device's name and capacity, role, and number of micro-steps.
     """
 
-    runtime: Runtime
+    worker: Worker
     workload: Workload
     max_batch_size: int
     report: Callable[[str], None] = lambda _message: None
@@ -58,12 +58,12 @@ class Prober:
     @cached_property
     def facts(self) -> Facts:
         """What small steps of the workload show."""
-        return self.runtime.facts()
+        return self.worker.facts()
 
     @property
     def steps(self) -> int:
         """Number of real steps so far."""
-        return self.runtime.steps
+        return self.worker.steps
 
     @property
     def out_of_time(self) -> bool:
@@ -73,17 +73,17 @@ class Prober:
     @property
     def evidence(self) -> Evidence:
         """What shows how many samples fit, see `Device.evidence`."""
-        found = {device.evidence for device in self.runtime.devices}
+        found = {device.evidence for device in self.worker.devices}
         return found.pop() if len(found) == 1 else "bytes"  # `find_ceiling` puts a device without a budget first
 
     @property
     def shares_processor(self) -> bool:
         """Whether the devices take turns on one CPU, so that their compute times add up."""
-        return self.runtime.devices[0].kind == "cpu"
+        return self.worker.devices[0].kind == "cpu"
 
     def keeps_distance(self, index: int) -> bool:
         """Return whether real steps must stay clear of a device's limit, because the device uses the host's memory."""
-        return self.evidence == "steps" and self.runtime.devices[index].integrated
+        return self.evidence == "steps" and self.worker.devices[index].integrated
 
     @property
     def least_batch(self) -> int:
@@ -99,14 +99,14 @@ class Prober:
     def predicted(self, shape: StepShape) -> tuple[int, ...]:
         """Predict the peak bytes of each device in a step, where bytes are counted."""
         with named_steps(shape):
-            found = self.runtime.predicted(shape)
+            found = self.worker.predicted(shape)
         assert found is not None, "steps decide on accelerators"
         return tuple(parts.total_bytes for parts in found)
 
     def prediction_holds(self, shape: StepShape) -> bool:
         """Return whether the prediction of a step was right. If it was wrong, later predictions may differ."""
         with named_steps(shape):
-            holds = self.runtime.prediction_holds(shape)
+            holds = self.worker.prediction_holds(shape)
         if not holds:
             self._measured.clear()  # another code path may also take a different time
         return holds
@@ -118,8 +118,8 @@ class Prober:
             measured: Whether a step had these peaks. Then bytes beyond a prediction are not activations.
         """
         with named_steps(shape):
-            found = self.runtime.known_parts(shape)
-        beyond = measured and not self.runtime.exact and self.evidence != "steps"
+            found = self.worker.known_parts(shape)
+        beyond = measured and not self.worker.exact and self.evidence != "steps"
         return tuple(parts.of_peak(peak, measured=beyond) for parts, peak in zip(found, peaks, strict=True))
 
     def rank_parts(
@@ -148,18 +148,18 @@ class Prober:
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Run a step to measure its memory."""
         if self.evidence != "steps":
-            return self.runtime.peaks(shape)
-        accelerators: Any = self.runtime  # an `AcceleratorRuntime`, or an `IsolatedRuntime` around one
+            return self.worker.peaks(shape)
+        accelerators: Any = self.worker  # an `AcceleratorWorker`, or an `ChildWorker` around one
         memory: StepMemory = accelerators.memory(shape)
         self.memories[shape] = memory
         return memory.allocated_bytes
 
     def confirmed_peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Measure the memory of a step, or predict it if memory is never filled. May raise OutOfMemoryError."""
-        if self.evidence == "steps" or all(device.budgeted for device in self.runtime.devices):
+        if self.evidence == "steps" or all(device.budgeted for device in self.worker.devices):
             return self.peaks(shape)
         peaks = self.predicted(shape)
-        limits = zip(self.runtime.devices, peaks, self.runtime.capacities_bytes, strict=True)
+        limits = zip(self.worker.devices, peaks, self.worker.capacities_bytes, strict=True)
         for index, (device, peak_bytes, capacity_bytes) in enumerate(limits):
             if peak_bytes > capacity_bytes:
                 raise OutOfMemoryError(
@@ -176,10 +176,10 @@ class Prober:
         """Time a step, once for each shape."""
         if shape not in self._measured:
             try:
-                self._measured[shape] = timed = self.runtime.measure(shape, budget_s=budget_s)
+                self._measured[shape] = timed = self.worker.measure(shape, budget_s=budget_s)
             except OutOfMemoryError as error:
                 _log.info("timed %s: out of memory (%s)", shape, error)
-                self.ooms += not self.runtime.exact
+                self.ooms += not self.worker.exact
                 raise
             told = ms_text(timed.seconds), ms_text(timed.error_s), timed.repeats
             _log.info("timed %s: %s, plus or minus %s, in %d repeats", shape, *told)
@@ -192,7 +192,7 @@ class Prober:
 
     def rank_seconds(self, index: int, samples: int, *, budget_s: float) -> float:
         """Return the time of a micro-step of one device as a DDP rank, in seconds."""
-        self.report(f"timing {samples} sample{'s' * (samples > 1)} on {self.runtime.devices[index].label}")
+        self.report(f"timing {samples} sample{'s' * (samples > 1)} on {self.worker.devices[index].label}")
         return self.micro_seconds(self.shapes(index, "rank", (), False)(samples), budget_s=budget_s)
 
     def update_seconds(self) -> float:
@@ -209,7 +209,7 @@ class Prober:
         Args:
             copies_s: Time in seconds that a step spends copying parameters and gradients, once for all its micro-steps.
         """
-        if self.runtime.exact:
+        if self.worker.exact:
             return self.measured(StepShape(splits), budget_s=budget_s)
         begin = StepShape(splits[:2])
         peaks = () if self.evidence == "steps" else self.confirmed_peaks(begin)  # the timed run measures the peaks
@@ -231,7 +231,7 @@ class Prober:
         self, index: int, role: Role, elsewhere: tuple[int, ...], accumulates: bool
     ) -> Callable[[int], StepShape]:
         """Return a function from n to the `StepShape` in which device `index` has n samples in this role."""
-        count = len(self.runtime.devices)
+        count = len(self.worker.devices)
         assert role != "primary" or index == 0, "the primary is device 0"
         others = (0, *(elsewhere or (0,) * (count - 1))) if role == "primary" else (0,) * count
         micro_steps = 2 if accumulates else 1
@@ -241,7 +241,7 @@ class Prober:
             if role in ("primary", "replica"):
                 # Only the replica's own memory matters here, so device 0 may have the same number of samples. The
                 # simulation can predict this step from the steps that plans need.
-                beside = role == "replica" and self.runtime.exact and index > 0
+                beside = role == "replica" and self.worker.exact and index > 0
                 return balanced((n, *split[1:]) if beside else split, accumulates=accumulates)
             if role == "eval":
                 return StepShape((split,), "eval", num_ranks=self.num_ranks or count)
@@ -251,7 +251,7 @@ class Prober:
 
     def forward_and_backward(self, index: int) -> Callable[[int], StepShape]:
         """Return a function that makes the forward and backward of n samples on one device, without an update."""
-        places = range(len(self.runtime.devices))
+        places = range(len(self.worker.devices))
         return lambda n: StepShape((tuple(n if place == index else 0 for place in places),), "rank", updates=False)
 
 
@@ -274,10 +274,10 @@ def timed_sizes(
     """
     # A simulated step of one sample needs its own trace, but larger steps are extrapolated. Skip it for a large
     # ceiling.
-    least = min(max(prober.least_batch, 2 if prober.runtime.exact and ceiling >= _MANY else 1), ceiling)
+    least = min(max(prober.least_batch, 2 if prober.worker.exact and ceiling >= _MANY else 1), ceiling)
     apart = alone and role == "replica"
     shape_of = prober.forward_and_backward(index) if apart else prober.shapes(index, role, (), False)
-    if prober.runtime.exact:
+    if prober.worker.exact:
         prober.prediction_holds(shape_of(ceiling))  # one trace instead of one for each size
     # Use powers of two, so that devices share their traces.
     between = [2**power for power in reversed(range(ceiling.bit_length())) if least < 2**power < ceiling]
@@ -286,7 +286,7 @@ def timed_sizes(
     for n in dict.fromkeys((ceiling, least, *between)):  # Both ends come first, because time may run out.
         if len(timed) > 1 and prober.out_of_time:
             break
-        prober.report(f"timing {n} sample{'s' * (n > 1)} on {prober.runtime.devices[index].label}")
+        prober.report(f"timing {n} sample{'s' * (n > 1)} on {prober.worker.devices[index].label}")
         try:
             seconds = prober.micro_seconds(shape_of(n), budget_s=budget_s)
         except OutOfMemoryError as error:

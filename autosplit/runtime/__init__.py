@@ -1,4 +1,4 @@
 """Run and measure training steps on accelerators, CPUs and simulated GPUs, or in a child process.
 
-Read `protocol` (the interface of a runtime) and `trainee` (the step that all runtimes run) first.
+Read `protocol` (the interface of a worker) and `trainee` (the step that all workers run) first.
 """

@@ -67,7 +67,7 @@ SPILLING = 1 / 32
 """Fraction of a device's memory. If more is free in the driver, no memory spilled to the host."""
 
 
-class AcceleratorRuntime:
+class AcceleratorWorker:
     """A training step on accelerators of one kind.
 
     Args:
@@ -410,8 +410,8 @@ def _unmarked(_phase: str) -> None:
 class _Steady:
     """A step that may not make the allocator release cached memory in `RELEASING_BLOCKS` consecutive blocks."""
 
-    def __init__(self, runtime: AcceleratorRuntime, run: _Step) -> None:
-        self._runtime, self._run = runtime, run
+    def __init__(self, worker: AcceleratorWorker, run: _Step) -> None:
+        self._worker, self._run = worker, run
         self.releases: dict[int, int] = {}  # by device: how many consecutive blocks released memory
 
     def block(self, steps: int) -> None:
@@ -420,17 +420,17 @@ class _Steady:
         Raises:
             OutOfMemoryError: An allocator released cached memory in this block and in the blocks before it.
         """
-        before = self._runtime.retries()
+        before = self._worker.retries()
         for _ in range(steps):
             self._run(_unmarked)
-        self._runtime.wait()
-        after = self._runtime.retries()
+        self._worker.wait()
+        after = self._worker.retries()
         self.releases = {
             index: self.releases.get(index, 0) + 1 for index, count in enumerate(after) if count > before[index]
         }
         for index, blocks in self.releases.items():
             if blocks == RELEASING_BLOCKS:
-                label = self._runtime.devices[index].label
+                label = self._worker.devices[index].label
                 raise OutOfMemoryError(
                     f"The allocator of {label} had to release memory in {blocks} consecutive steps.", device=label
                 )

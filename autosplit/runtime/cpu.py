@@ -30,7 +30,7 @@ MOST_FEW = 8
 NO_PARTS = MemoryParts(0, 0, 0, 0, 0)
 
 
-class CpuRuntime:
+class CpuWorker:
     """A training step on CPU devices. They share one CPU, so their compute times add up.
 
     Args:

@@ -1,4 +1,4 @@
-"""Turn the arguments of `tune` into a workload and the runtime that runs its steps."""
+"""Turn the arguments of `tune` into a workload and the worker that runs its steps."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from autosplit.devices.device import Device
 from autosplit.devices.host_memory import FILLED_SHARE, HOST_SHARE
 from autosplit.errors import InputError, WorkloadError, users_errors
 from autosplit.notes import Note
-from autosplit.runtime.accelerator import AcceleratorRuntime
-from autosplit.runtime.cpu import MOST_FEW, CpuRuntime
+from autosplit.runtime.accelerator import AcceleratorWorker
+from autosplit.runtime.cpu import MOST_FEW, CpuWorker
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.model_copy import bytes_held_twice, training_copy
-from autosplit.runtime.protocol import Runtime
+from autosplit.runtime.protocol import Worker
 from autosplit.text import size_text
 from autosplit.torch_versions import FakeTensor
 from autosplit.workload.workload import PRECISIONS, Workload, precision_name
 
 if TYPE_CHECKING:
-    from autosplit.runtime.subprocess_runtime import IsolatedRuntime, RealRuntime
+    from autosplit.runtime.child_worker import ChildWorker, LocalWorker
 
 Source = Workload | Callable[[], Workload]
 """A workload, or a function that builds it."""
@@ -44,18 +44,18 @@ class Built:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A workload, and the runtime that runs or simulates its steps.
+    """A workload, and the worker that runs or simulates its steps.
 
     Attributes:
         notes: Notes on the workload and the devices.
-        isolated: The runtime, if it runs the steps in a separate process.
+        isolated: The worker, if it runs the steps in a separate process.
         rebuild: Builds the workload again with real tensors. None if it already has real tensors.
     """
 
     workload: Workload
-    runtime: Runtime
+    worker: Worker
     notes: tuple[Note, ...]
-    isolated: IsolatedRuntime | None = None
+    isolated: ChildWorker | None = None
     rebuild: Callable[[], Workload] | None = None
 
 
@@ -157,7 +157,7 @@ def prepare(
     deadline_s: float | None = None,
     described: Any = None,
 ) -> Prepared:
-    """Make the runtime of a workload for devices of one kind.
+    """Make the worker of a workload for devices of one kind.
 
     Args:
         closing: Receives clean-up callbacks, such as the restoration of a borrowed model.
@@ -177,44 +177,44 @@ def prepare(
     closing.enter_context(quick_collections())
     isolated = None
     if isolate:
-        from autosplit.runtime.subprocess_runtime import IsolatedRuntime  # few users isolate steps
+        from autosplit.runtime.child_worker import ChildWorker  # few users isolate steps
 
-        make = functools.partial(_runtime_of_source, built.source, devices, capacities_bytes, largest_batch)
-        isolated = IsolatedRuntime(make, devices, deadline_s=deadline_s)
+        make = functools.partial(_worker_of_source, built.source, devices, capacities_bytes, largest_batch)
+        isolated = ChildWorker(make, devices, deadline_s=deadline_s)
         closing.callback(isolated.close)
-    runtime = isolated or _real_runtime(devices, capacities_bytes, built.workload, largest_batch, closing)
+    worker = isolated or _local_worker(devices, capacities_bytes, built.workload, largest_batch, closing)
     held = _held_twice(built.workload, devices[0].kind, isolated=isolate)
-    return Prepared(built.workload, runtime, (*held, *notes_on(devices)), isolated)
+    return Prepared(built.workload, worker, (*held, *notes_on(devices)), isolated)
 
 
-def _runtime_of_source(
+def _worker_of_source(
     source: Source,
     devices: tuple[Device, ...],
     capacities_bytes: tuple[int, ...],
     largest_batch: int,
     most_few: int,
-) -> RealRuntime:
-    """Make the runtime in a process that ends afterwards, so nothing has to be restored."""
-    runtime = _real_runtime(devices, capacities_bytes, built_workload(source), largest_batch, ExitStack(), most_few)
+) -> LocalWorker:
+    """Make the worker in a process that ends afterwards, so nothing has to be restored."""
+    worker = _local_worker(devices, capacities_bytes, built_workload(source), largest_batch, ExitStack(), most_few)
     gc.freeze()  # speeds up collections, see `quick_collections`
-    return runtime
+    return worker
 
 
-def _real_runtime(
+def _local_worker(
     devices: tuple[Device, ...],
     capacities_bytes: tuple[int, ...],
     workload: Workload,
     largest_batch: int,
     closing: ExitStack,
     most_few: int = MOST_FEW,
-) -> RealRuntime:
+) -> LocalWorker:
     if devices[0].kind == "cpu":
         trainee = training_copy(workload, device=torch.device("cpu"))
         closing.callback(trainee.restore)
-        return CpuRuntime(devices, capacities_bytes, trainee, largest_batch, most_few)
-    runtime = AcceleratorRuntime(devices, capacities_bytes, workload)
-    closing.callback(runtime.close)
-    return runtime
+        return CpuWorker(devices, capacities_bytes, trainee, largest_batch, most_few)
+    worker = AcceleratorWorker(devices, capacities_bytes, workload)
+    closing.callback(worker.close)
+    return worker
 
 
 def _held_twice(workload: Workload, kind: str, *, isolated: bool) -> tuple[Note, ...]:

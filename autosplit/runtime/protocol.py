@@ -105,7 +105,7 @@ class Facts:
     largest_batch: int | None = None
 
 
-class Runtime(Protocol):
+class Worker(Protocol):
     """Run and measure training steps.
 
     Attributes:

@@ -60,8 +60,8 @@ def measured_kinds(
     """
     from autosplit.probe.request import checked_request
     from autosplit.runtime.prepare import workload_source
-    from autosplit.tuning.tune import quiet, users_code_named, worker_for
-    from autosplit.tuning.worker import drive
+    from autosplit.tuning.process import drive
+    from autosplit.tuning.tune import process_for, quiet, users_code_named
 
     placed = [*devices] * (1 if len(devices) > 1 else 2)  # a single rank has no buckets
     request = checked_request(devices=placed, strategy="ddp", reserve=reserve, time_limit_s=time_limit_s)
@@ -69,34 +69,34 @@ def measured_kinds(
     def source_of(_number: int) -> Any:
         return workload_source(model_or_workload, sample_batch, described)
 
-    with worker_for(request, source_of, isolate=False) as worker, users_code_named():
-        found, limits, notes = drive(worker, lambda workers: _examined(workers, progress or quiet))
+    with process_for(request, source_of, isolate=False) as process, users_code_named():
+        found, limits, notes = drive(process, lambda processes: _examined(processes, progress or quiet))
     return dict(zip(devices, found, strict=False)), limits, notes
 
 
-def _examined(workers: Any, tell: Callable[[Any], None]) -> tuple[list[RankKind], dict[str, Any], tuple[Note, ...]]:
+def _examined(processes: Any, tell: Callable[[Any], None]) -> tuple[list[RankKind], dict[str, Any], tuple[Note, ...]]:
     from autosplit.profiles.key import ProfileKey
     from autosplit.sim.gpu_kernels import GpuKernels
-    from autosplit.sim.simulated import SimulatedRuntime
+    from autosplit.sim.simulated import SimulatedWorker
+    from autosplit.tuning.process import Process
     from autosplit.tuning.run import POINT_BUDGET_S, Run
     from autosplit.tuning.tune import tuned_anew
-    from autosplit.tuning.worker import Worker
 
-    workers.ask(Worker.build)
-    key = ProfileKey(workers.job.machine, workers.own.description(), {})
-    request, notes = workers.prepare(workers.job.request, key)
-    run = Run.of(workers, request, key, tell, notes)
+    processes.ask(Process.build)
+    key = ProfileKey(processes.job.machine, processes.own.description(), {})
+    request, notes = processes.prepare(processes.job.request, key)
+    run = Run.of(processes, request, key, tell, notes)
     plan = tuned_anew(run)
     assert plan.fit is not None, "a plan for simulated ranks has a fit"
-    prober, runtime, kinds = run.prober, run.prober.runtime, []
-    assert isinstance(runtime, SimulatedRuntime), "a cluster has simulated GPUs"
+    prober, worker, kinds = run.prober, run.prober.worker, []
+    assert isinstance(worker, SimulatedWorker), "a cluster has simulated GPUs"
     for index, rank in enumerate(plan.ddp.ranks):
         spec = request.devices[index].spec
         assert spec is not None, "a cluster has simulated GPUs"
         step = prober.measured(prober.shapes(index, "rank", (), False)(rank.batch_size), budget_s=POINT_BUDGET_S)
-        traces = runtime.tracer.for_kernels(GpuKernels.of(spec.compute_capability))
+        traces = worker.tracer.for_kernels(GpuKernels.of(spec.compute_capability))
         nbytes = prober.facts.gradient_bytes
-        arrived = _arrivals(traces, spec, rank.batch_size, nbytes) if runtime.tracer.fake else ()
+        arrived = _arrivals(traces, spec, rank.batch_size, nbytes) if worker.tracer.fake else ()
         buckets = buckets_of(arrived or even_arrivals(nbytes))
         curve = plan.fit.step_time.curves[index]
         kinds.append(RankKind(request.devices[index].name, rank.ceiling.batch_size, curve, step.update_s, buckets))

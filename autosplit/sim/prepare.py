@@ -21,7 +21,7 @@ from autosplit.sim.build_small import TooLarge, built_within
 from autosplit.sim.fake_copy import built_without_memory, fake_mode
 from autosplit.sim.gpu_kernels import GpuKernels
 from autosplit.sim.quantization import refuse_quantized
-from autosplit.sim.simulated import SimulatedRuntime, Traces
+from autosplit.sim.simulated import SimulatedWorker, Traces
 from autosplit.sim.tracer import Tracer, make_tracer
 from autosplit.text import size_text
 from autosplit.workload.compiled import fused_share_of
@@ -103,10 +103,10 @@ def prepare_simulated(
     """Trace a workload, and simulate its devices. See `runtime.prepare.prepare`."""
     traced = traced_workload(built, devices, closing, described=described)
     fused_share = fused_share_of(modules_of(traced.workload))
-    runtime = SimulatedRuntime(
+    worker = SimulatedWorker(
         devices, capacities_bytes, traced.traces, fused_share=fused_share, largest_batch=largest_batch
     )
-    return Prepared(traced.workload, runtime, traced.notes, rebuild=traced.rebuild)
+    return Prepared(traced.workload, worker, traced.notes, rebuild=traced.rebuild)
 
 
 def traced_workload(built: SimBuilt, devices: Sequence[Device], closing: ExitStack, *, described: Any = None) -> Traced:

@@ -17,7 +17,7 @@ from autosplit.plan.explanation import BINDING_SHARE, Change, Changed
 from autosplit.plan.measured_step import Without, faster_devices
 from autosplit.plan.record import PlanRecord
 from autosplit.runtime.protocol import StepShape
-from autosplit.sim.simulated import SimulatedRuntime
+from autosplit.sim.simulated import SimulatedWorker
 from autosplit.solve.problem import NO_LIMIT_BYTES
 from autosplit.solve.search_space import Configuration
 from autosplit.solve.trial import Trial, configuration_of
@@ -42,7 +42,7 @@ _SPECS: dict[str, Callable[[GpuSpec], GpuSpec]] = {
 
 
 def simulated_changes(
-    plan: PlanRecord, runtime: SimulatedRuntime, *, deadline_s: float | None = None
+    plan: PlanRecord, worker: SimulatedWorker, *, deadline_s: float | None = None
 ) -> tuple[Change, ...] | None:
     """Simulate machines that each lack one of the plan's bounds, and machines with a single device of each kind.
 
@@ -60,10 +60,10 @@ def simulated_changes(
         # On this machine, real tensors of larger forwards might not fit in memory.
         is_larger = what in _MORE_BYTES or what in ("max_batch_size", "effective_batch_size")
         found = 0.0
-        if is_limit and (runtime.tracer.fake or not is_larger):
+        if is_limit and (worker.tracer.fake or not is_larger):
             # Trials with a different effective batch size or other devices are not steps of the changed problem.
             has_trials = what not in ("effective_batch_size", "alone") and not (what == "memory" and is_for_all)
-            found = _best_rate(relaxed, _machine(runtime, what, relaxed.indices), trials if has_trials else ())
+            found = _best_rate(relaxed, _machine(worker, what, relaxed.indices), trials if has_trials else ())
         return found or base if what == "one_gib_more" else found
 
     costs: tuple[Cost, ...] = ("link", "copies", "gather", "update") if len(plan.devices) > 1 else ("update",)
@@ -75,13 +75,13 @@ def simulated_changes(
     return tuple(changes)
 
 
-def simulated_without(runtime: SimulatedRuntime, shape: StepShape) -> Iterator[Without]:
+def simulated_without(worker: SimulatedWorker, shape: StepShape) -> Iterator[Without]:
     """Simulate one step on machines that each lack one time cost. The split stays the same."""
-    measured = runtime.measure(shape)
-    labels = [device.label for device in runtime.devices]
+    measured = worker.measure(shape)
+    labels = [device.label for device in worker.devices]
 
     def seconds(what: Changed, indices: Collection[int]) -> float:
-        return _machine(runtime, what, indices).measure(shape).seconds
+        return _machine(worker, what, indices).measure(shape).seconds
 
     every = range(len(labels))
     yield from faster_devices(labels, measured.seconds, lambda indices: seconds("device", indices))
@@ -92,8 +92,8 @@ def simulated_without(runtime: SimulatedRuntime, shape: StepShape) -> Iterator[W
     yield "update", None, measured.seconds - measured.update_s
 
 
-def _machine(runtime: SimulatedRuntime, what: Changed, indices: Collection[int]) -> SimulatedRuntime:
-    devices, capacities = runtime.devices, runtime.capacities_bytes
+def _machine(worker: SimulatedWorker, what: Changed, indices: Collection[int]) -> SimulatedWorker:
+    devices, capacities = worker.devices, worker.capacities_bytes
     if what == "alone":
         devices, capacities = tuple(devices[i] for i in indices), tuple(capacities[i] for i in indices)
     elif what in _MORE_BYTES:
@@ -104,10 +104,10 @@ def _machine(runtime: SimulatedRuntime, what: Changed, indices: Collection[int])
             for index, device in enumerate(devices)
         )
     free = _FREE.get(what, frozenset())
-    return SimulatedRuntime(devices, capacities, runtime.tracer, free=free, fused_share=runtime.fused_share)
+    return SimulatedWorker(devices, capacities, worker.tracer, free=free, fused_share=worker.fused_share)
 
 
-def _best_rate(relaxed: Relaxed, machine: SimulatedRuntime, trials: Sequence[Trial]) -> float:
+def _best_rate(relaxed: Relaxed, machine: SimulatedWorker, trials: Sequence[Trial]) -> float:
     """Return the samples/s of the fastest split that was simulated on a machine, or 0 if none was simulated.
 
     Args:

@@ -53,7 +53,7 @@ _Played = Phase | Literal["first"]
 """The part of a step to replay. ``first`` is the first micro-step including the broadcast."""
 
 
-class SimulatedRuntime:
+class SimulatedWorker:
     """A training step on simulated GPUs.
 
     Args:
@@ -199,9 +199,9 @@ def attention_of(tracer: Traces, devices: Sequence[Device]) -> list[tuple[str, .
     return [tuple(sorted({*one.attention.values()})) if one.kernels is not None else () for one in tracers]
 
 
-def attention_of_runtime(runtime: SimulatedRuntime) -> list[tuple[str, ...]]:
-    """Return the attention back ends on each device of a runtime."""
-    return attention_of(runtime.tracer, runtime.devices)
+def attention_of_worker(worker: SimulatedWorker) -> list[tuple[str, ...]]:
+    """Return the attention back ends on each device of a worker."""
+    return attention_of(worker.tracer, worker.devices)
 
 
 def traced_parts(tracer: Traces, shape: StepShape, devices: Sequence[Device] = ()) -> tuple[MemoryParts, ...]:

@@ -28,19 +28,19 @@ from autosplit.solve.memory import largest_fitting
 from autosplit.tools.padded_length import checked_lengths, foretold, lengths_to_tune
 from autosplit.tools.sequence_length import at_length
 from autosplit.tuning.keywords import refuse_unknown
+from autosplit.tuning.process import Process, Processes, drive
 from autosplit.tuning.progress import Progress, heard_by, onward
 from autosplit.tuning.run import TRIAL_BUDGET_S
 from autosplit.tuning.tune import (
     Tuning,
     TuningInterrupted,
     devices_of_process,
+    process_for,
     quiet,
     tune,
     users_code_named,
     warned,
-    worker_for,
 )
-from autosplit.tuning.worker import Worker, Workers, drive
 from autosplit.workload.workload import Workload
 
 STEP_DOWN = 0.05
@@ -112,9 +112,9 @@ def tune_lengths(
             at_length(source, tried[number]) if isinstance(source, Workload) else partial(_built, source, tried[number])
         )
 
-    with worker_for(request, source_of, isolate=isolate) as worker, heard_by(progress) as heard:
+    with process_for(request, source_of, isolate=isolate) as process, heard_by(progress) as heard:
         tell = onward(heard or quiet)
-        plan = drive(worker, lambda workers: _tuned(Tuning(workers, worker.job.request, tell), numbers))
+        plan = drive(process, lambda processes: _tuned(Tuning(processes, process.job.request, tell), numbers))
     return warned(plan)
 
 
@@ -146,7 +146,7 @@ def _tuned(tuning: Tuning, lengths: Sequence[int]) -> Plan:
         ) from error
     try:
         with users_code_named():
-            found = _with_lengths(plan, lengths, request, tuning.workers, shorter)
+            found = _with_lengths(plan, lengths, request, tuning.processes, shorter)
     except KeyboardInterrupt:
         raise TuningInterrupted(with_notes(plan, LENGTHS_INTERRUPTED_NOTE)) from None
     shorter(Progress("done", "done", 1.0))
@@ -157,7 +157,7 @@ def _with_lengths(
     plan: Plan,
     lengths: Sequence[int],
     request: Request,
-    workers: Workers,
+    processes: Processes,
     tell: Callable[[Progress], None],
 ) -> Plan:
     """Add measurements for samples of different lengths to a plan, and save them in its profile.
@@ -172,24 +172,24 @@ def _with_lengths(
     known = () if plan.lengths is None else plan.lengths.points
     notes: tuple[Note, ...] = ()
     if [point.length for point in known[: len(tried)]] != [*tried]:
-        known, notes = _points(plan, tried, request, workers, tell)
+        known, notes = _points(plan, tried, request, processes, tell)
     effective = plan.effective_batch_size if plan.effective_batch_sizes is not None else None
     found = foretold(known, lengths, plan.split, effective)
-    return with_notes(plan if found == plan.lengths else workers.amended(plan, lengths=found), last=notes)
+    return with_notes(plan if found == plan.lengths else processes.amended(plan, lengths=found), last=notes)
 
 
 def _points(
     plan: Plan,
     tried: Sequence[int],
     request: Request,
-    workers: Workers,
+    processes: Processes,
     tell: Callable[[Progress], None],
 ) -> tuple[tuple[LengthPoint, ...], tuple[Note, ...]]:
     points = [LengthPoint(tried[0], 1.0, plan.samples_per_s, plan.samples_per_s)]
     notes: list[Note] = []
     full: list[tuple[tuple[int, ...], ...]] = []
     samples, longest_rate = plan.batch_size, 1.0
-    key = ProfileKey(workers.job.machine, {}, {})
+    key = ProfileKey(processes.job.machine, {}, {})
     for number, length in enumerate(tried):
         most = _most(plan, tried[0] / length)
 
@@ -198,18 +198,18 @@ def _points(
             tell(replace(part, stage="lengths", message=message, fraction=(number + part.fraction) / len(tried)))
 
         told(Progress("lengths", "building the model", 0.0))
-        workers.ask(Worker.build, number)
+        processes.ask(Process.build, number)
         try:
             # Also search beyond the effective batch size, because `max_tokens` limits tokens per device.
-            workers.prepare(replace(request, max_batch_size=most, effective_batch_sizes=None), key)
-            workers.own.prober.report = lambda message, told=told: told(Progress("lengths", message, 0.5))  # type: ignore[misc]
-            found = _looked_at(plan, workers, full, samples, most, is_first=not number)
+            processes.prepare(replace(request, max_batch_size=most, effective_batch_sizes=None), key)
+            processes.own.prober.report = lambda message, told=told: told(Progress("lengths", message, 0.5))  # type: ignore[misc]
+            found = _looked_at(plan, processes, full, samples, most, is_first=not number)
         except UserCodeError as error:
-            if workers.job.has_peers:
+            if processes.job.has_peers:
                 raise
             found = f"{error}. If another dimension was used as the length, pass make_batch(n, length=...)"
         else:
-            notes += workers.losses()
+            notes += processes.losses()
         if isinstance(found, str):
             text = f"autosplit did not measure samples of length {length} and below, because {found}."
             notes.append(Note("lengths-not-measured", text))
@@ -219,13 +219,13 @@ def _points(
             scale = plan.samples_per_s / longest_rate
             points.append(LengthPoint(length, times_of(plan, samples), scale * rate, scale * own_rate))
         else:
-            longest_rate, full = rate, workers.ask(_full, plan)
+            longest_rate, full = rate, processes.ask(_full, plan)
     return tuple(points), tuple(dict.fromkeys(notes))
 
 
 def _looked_at(
     plan: Plan,
-    workers: Workers,
+    processes: Processes,
     full: Sequence[Sequence[Sequence[int]]],
     least: int,
     most: int,
@@ -242,21 +242,21 @@ def _looked_at(
         is_first: Whether this is the longest length, at which the plan's own batch runs.
     """
     own = plan.batch_size
-    if not is_first and any(workers.ask(_out_of_time)):
+    if not is_first and any(processes.ask(_out_of_time)):
         return "the time limit ended"
-    own_rate = _rate(plan, workers, own)
+    own_rate = _rate(plan, processes, own)
     if own_rate is None:
         return f"a step of {own} of them ran out of memory"
-    samples = own if is_first else min(workers.ask(_most_within, plan, full, least, most))
-    while (rate := _rate(plan, workers, samples)) is None:
+    samples = own if is_first else min(processes.ask(_most_within, plan, full, least, most))
+    while (rate := _rate(plan, processes, samples)) is None:
         if samples <= least:
             return f"a step of {least} of them ran out of memory"
         samples = max(least, min(samples - 1, int(samples * (1 - STEP_DOWN))))
     return samples, rate, own_rate
 
 
-def _rate(plan: Plan, workers: Workers, samples: int) -> float | None:
-    seconds = workers.ask(_seconds, plan, samples)
+def _rate(plan: Plan, processes: Processes, samples: int) -> float | None:
+    seconds = processes.ask(_seconds, plan, samples)
     timed = [one for one in seconds if one is not None]
     return times_of(plan, samples) * plan.batch_size / max(timed) if len(timed) == len(seconds) else None
 
@@ -276,15 +276,15 @@ def times_of(plan: Plan, n: int) -> float:
 # Functions that each rank runs: the plan's steps on its devices, with more samples than the plan has
 
 
-def _is_split(worker: Worker) -> bool:
-    return not worker.job.has_peers and worker.job.request.strategy != "ddp"
+def _is_split(process: Process) -> bool:
+    return not process.job.has_peers and process.job.request.strategy != "ddp"
 
 
-def _ranks(worker: Worker, plan: Plan, n: int) -> tuple[int, ...]:
+def _ranks(process: Process, plan: Plan, n: int) -> tuple[int, ...]:
     """Return the batch sizes of the DDP ranks that this process measures. Empty for a single device."""
     ranks = tuple(rank.batch_size for rank in plan.ddp.ranks)
-    if worker.job.has_peers:
-        ranks = (ranks[worker.peers.rank],)
+    if process.job.has_peers:
+        ranks = (ranks[process.peers.rank],)
     elif len(ranks) < 2:
         ranks = ()
     return scaled(ranks, times_of(plan, n))
@@ -294,37 +294,37 @@ def _splits(plan: Plan, n: int) -> tuple[tuple[int, ...], ...]:
     return (scaled(plan.split, times_of(plan, n)),) * min(2, plan.accumulation_steps)
 
 
-def _shapes(worker: Worker, plan: Plan, n: int) -> Iterator[StepShape]:
-    if _is_split(worker):
+def _shapes(process: Process, plan: Plan, n: int) -> Iterator[StepShape]:
+    if _is_split(process):
         yield StepShape(_splits(plan, n))
     accumulates = plan.accumulation_steps > 1
-    for index, share in enumerate(_ranks(worker, plan, n)):
+    for index, share in enumerate(_ranks(process, plan, n)):
         if share:
-            yield worker.prober.shapes(index, "rank", (), accumulates)(share)
+            yield process.prober.shapes(index, "rank", (), accumulates)(share)
 
 
-def _peaks(worker: Worker, plan: Plan, n: int) -> tuple[tuple[int, ...], ...]:
-    prober = worker.prober
+def _peaks(process: Process, plan: Plan, n: int) -> tuple[tuple[int, ...], ...]:
+    prober = process.prober
     peaks = prober.peaks if prober.evidence == "steps" else prober.predicted
-    return tuple(map(peaks, _shapes(worker, plan, n)))
+    return tuple(map(peaks, _shapes(process, plan, n)))
 
 
-def _full(worker: Worker, plan: Plan) -> tuple[tuple[int, ...], ...]:
-    return _peaks(worker, plan, plan.batch_size)
+def _full(process: Process, plan: Plan) -> tuple[tuple[int, ...], ...]:
+    return _peaks(process, plan, plan.batch_size)
 
 
-def _out_of_time(worker: Worker) -> bool:
-    return worker.prober.out_of_time
+def _out_of_time(process: Process) -> bool:
+    return process.prober.out_of_time
 
 
-def _most_within(worker: Worker, plan: Plan, full: Sequence[Sequence[Sequence[int]]], least: int, most: int) -> int:
+def _most_within(process: Process, plan: Plan, full: Sequence[Sequence[Sequence[int]]], least: int, most: int) -> int:
     """Return the largest batch of this length whose steps stay within `full`, the peaks of the longest length."""
-    prober = worker.prober
+    prober = process.prober
     if prober.facts.largest_batch is not None:
         most = max(least, min(most, prober.facts.largest_batch))
 
     def load(n: int) -> float:
-        pairs = zip(_peaks(worker, plan, n), full[worker.peers.rank], strict=True)
+        pairs = zip(_peaks(process, plan, n), full[process.peers.rank], strict=True)
         return max(peak / bound for peaks, bounds in pairs for peak, bound in zip(peaks, bounds, strict=True) if bound)
 
     if prober.evidence == "steps":
@@ -335,7 +335,7 @@ def _most_within(worker: Worker, plan: Plan, full: Sequence[Sequence[Sequence[in
     found = least
     for _ in range(MOST_SEARCHES):
         found = largest_fitting(load, 1.0, least=least, most=most, start=least + 1)
-        if all([prober.prediction_holds(shape) for shape in _shapes(worker, plan, found)]):  # noqa: C419  # check every shape
+        if all([prober.prediction_holds(shape) for shape in _shapes(process, plan, found)]):  # noqa: C419  # check every shape
             break
     return found
 
@@ -348,12 +348,12 @@ def _line(load: Callable[[int], float], least: int) -> Callable[[int], float]:
     return lambda n: end + slope * (n - second)
 
 
-def _seconds(worker: Worker, plan: Plan, n: int) -> float | None:
+def _seconds(process: Process, plan: Plan, n: int) -> float | None:
     try:
-        if _is_split(worker):
+        if _is_split(process):
             splits = _splits(plan, n)
-            return worker.prober.step(splits, budget_s=TRIAL_BUDGET_S).seconds / len(splits)
-        taking_part = [(index, share) for index, share in enumerate(_ranks(worker, plan, n)) if share]
-        return max(worker.prober.rank_seconds(*one, budget_s=TRIAL_BUDGET_S) for one in taking_part)
+            return process.prober.step(splits, budget_s=TRIAL_BUDGET_S).seconds / len(splits)
+        taking_part = [(index, share) for index, share in enumerate(_ranks(process, plan, n)) if share]
+        return max(process.prober.rank_seconds(*one, budget_s=TRIAL_BUDGET_S) for one in taking_part)
     except OutOfMemoryError:
         return None

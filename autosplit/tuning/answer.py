@@ -58,7 +58,7 @@ def split_plan(run: Run, survey: Survey, search: Search, best: Trial, checks: tu
     plan = _assembled(run, checks, search.trials, answer)
     if run.request.simulated:
         run.report("simulating other machines")
-        changes = addon("simulated_changes")(plan, prober.runtime, deadline_s=run.request.deadline.end_s)
+        changes = addon("simulated_changes")(plan, prober.worker, deadline_s=run.request.deadline.end_s)
         plan = replace(plan, changes=changes)
     return _with_compiled(run, plan)
 
@@ -75,7 +75,7 @@ def interrupted_plan(run: Run, survey: Survey, search: Search, checks: tuple[Che
     best = search.best()
     if best is None:
         return None
-    joint = (joint_note(run),) if run.workers.job.has_peers else ()
+    joint = (joint_note(run),) if run.processes.job.has_peers else ()
     answer = quick_answer(run, survey, search, best)
     return replace(_assembled(run, checks, search.trials, answer, INTERRUPTED_NOTE, *joint), complete=False)
 
@@ -130,7 +130,7 @@ def _memory_of(run: Run, search: Search, best: Trial) -> tuple[MemoryParts | Non
 def _assembled(
     run: Run, checks: tuple[Check, ...], trials: list[Trial] | tuple[()], answer: Answer, *notes: Note
 ) -> Plan:
-    steps, ooms = run.workers.counted()
+    steps, ooms = run.processes.counted()
     plan = assembled(
         run.request,
         run.workload,
@@ -144,7 +144,7 @@ def _assembled(
         real_ooms=ooms,
     )
     if run.request.simulated:
-        chosen = zip(plan.devices, addon("attention_of")(run.prober.runtime), strict=True)
+        chosen = zip(plan.devices, addon("attention_of")(run.prober.worker), strict=True)
         plan = replace(plan, devices=tuple(replace(device, attention=found) for device, found in chosen))
     return plan
 
@@ -156,13 +156,13 @@ def _with_compiled(run: Run, plan: Plan) -> Plan:
 
 def compiled_note(run: Run, samples: int) -> Note:
     """Return a note on torch.compile: the result of one compiled step, or published results for simulated GPUs."""
-    runtime, devices = run.prober.runtime, run.request.devices
-    if runtime.exact:
+    worker, devices = run.prober.worker, run.request.devices
+    if worker.exact:
         return Note("compiled", compiled_times_note(modules_of(run.workload)))
     said = "The model is compiled, but memory and time are those of the uncompiled model"
     run.report("running a compiled step")
     try:
-        peaks = runtime.peaks(StepShape(((samples, *(0 for _ in devices[1:])),), compiled=True))
+        peaks = worker.peaks(StepShape(((samples, *(0 for _ in devices[1:])),), compiled=True))
     except OutOfMemoryError as error:
         return Note("compiled", f"{said}. A compiled step of {samples} samples does not fit: {error}")
     except Exception as error:  # noqa: BLE001  # the compiler may raise anything

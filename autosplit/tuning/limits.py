@@ -38,7 +38,7 @@ class Limits:
         self.request, self.prober = request, prober
         self.why_single = why_single(prober.workload)
         self.accumulates = accumulates(request, prober.workload)
-        self.capacities_bytes = self.prober.runtime.capacities_bytes
+        self.capacities_bytes = self.prober.worker.capacities_bytes
         self.primary: Ceiling | None = None
         self.replicas: tuple[Ceiling, ...] = ()
         self.primary_kept: Ceiling | None = None

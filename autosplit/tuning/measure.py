@@ -30,11 +30,11 @@ from autosplit.tuning.answer import compiled_note
 from autosplit.tuning.assemble import why_no_ranks, why_single
 from autosplit.tuning.keywords import suggests_keywords
 from autosplit.tuning.limits import MOST_FORWARDS
+from autosplit.tuning.process import Job, Process, Processes, drive
 from autosplit.tuning.progress import Progress
 from autosplit.tuning.run import POINT_BUDGET_S, TRIAL_BUDGET_S, Run
 from autosplit.tuning.survey import rank_fit
-from autosplit.tuning.tune import NO_GPU_NOTE, devices_of_process, quiet, users_code_named, worker_for
-from autosplit.tuning.worker import Job, Worker, Workers, drive
+from autosplit.tuning.tune import NO_GPU_NOTE, devices_of_process, process_for, quiet, users_code_named
 from autosplit.workload.compiled import has_compiled_parts
 from autosplit.workload.workload import Workload, modules_of
 
@@ -107,22 +107,24 @@ def measure(
     def source_of(_number: int) -> Source:
         return workload_source(model_or_workload, sample_batch, described)
 
-    with worker_for(request, source_of, isolate=isolate) as worker, users_code_named():
-        return drive(worker, lambda workers: _measured(workers, split, accumulation_steps, progress or quiet))
+    with process_for(request, source_of, isolate=isolate) as process, users_code_named():
+        return drive(process, lambda processes: _measured(processes, split, accumulation_steps, progress or quiet))
 
 
-def _measured(workers: Workers, split: Any, accumulation_steps: int, tell: Callable[[Progress], None]) -> MeasuredStep:
-    job = workers.job
-    workers.ask(Worker.build)
-    asked = _checked(split, accumulation_steps, job, workers.own.built.workload)
+def _measured(
+    processes: Processes, split: Any, accumulation_steps: int, tell: Callable[[Progress], None]
+) -> MeasuredStep:
+    job = processes.job
+    processes.ask(Process.build)
+    asked = _checked(split, accumulation_steps, job, processes.own.built.workload)
     most = sum(asked.split)
     key = ProfileKey(job.machine, {}, {})
-    request, notes = workers.prepare(replace(job.request, max_batch_size=most), key)
-    run = Run.of(workers, request, key, tell, notes)
+    request, notes = processes.prepare(replace(job.request, max_batch_size=most), key)
+    run = Run.of(processes, request, key, tell, notes)
     run.report.stage = "times"
     _refuse_untrainable(asked, run.prober)
     if job.has_peers:
-        found = _run_together(workers, asked)
+        found = _run_together(processes, asked)
     else:
         found = (_rank_by_rank if request.strategy == "ddp" else _balanced)(run, asked)
         if any(map(has_compiled_parts, modules_of(run.workload))):
@@ -150,7 +152,7 @@ def _measured(workers: Workers, split: Any, accumulation_steps: int, tell: Calla
         simulated=request.simulated,
         predicted=found.predicted,
         rates=tuple(device.spec.rates for device in request.devices if device.spec is not None),
-        notes=(*run.notes, *predicted, *defaulted, *workers.losses()),
+        notes=(*run.notes, *predicted, *defaulted, *processes.losses()),
     )
 
 
@@ -247,12 +249,12 @@ def _balanced(run: Run, asked: _Configuration) -> _Found:
         measured = prober.step(asked.splits, budget_s=TRIAL_BUDGET_S, copies_s=_copies_s(prober, asked))
     except OutOfMemoryError as error:
         raise _misfit(asked.split, asked.begin, prober, error, error.device_index) from error
-    if prober.runtime.exact:
-        without = tuple(addon("simulated_without")(prober.runtime, StepShape(asked.splits)))
+    if prober.worker.exact:
+        without = tuple(addon("simulated_without")(prober.worker, StepShape(asked.splits)))
     else:
         without = tuple(_real_without(prober, asked, measured))
     memory = prober.parts(asked.begin, measured.peak_bytes)
-    return _Found(measured, prober.runtime.capacities_bytes, memory, without)
+    return _Found(measured, prober.worker.capacities_bytes, memory, without)
 
 
 def _copies_s(prober: Prober, asked: _Configuration) -> float:
@@ -260,7 +262,7 @@ def _copies_s(prober: Prober, asked: _Configuration) -> float:
 
     The estimate comes from measured steps with one and with two forwards.
     """
-    copies = any(asked.split[1:]) and not prober.runtime.exact and not prober.shares_processor
+    copies = any(asked.split[1:]) and not prober.worker.exact and not prober.shares_processor
     if asked.accumulation_steps < 3 or not copies:
         return 0.0
     one, two = (prober.micro_seconds(StepShape(asked.splits[:count]), budget_s=TRIAL_BUDGET_S) for count in (1, 2))
@@ -272,7 +274,7 @@ def _real_without(prober: Prober, asked: _Configuration, measured: Measurement) 
 
     The predictions use the time that each device needs for its samples while the other devices are idle.
     """
-    labels = [device.label for device in prober.runtime.devices]
+    labels = [device.label for device in prober.worker.devices]
     yield "update", None, measured.seconds - measured.update_s
     if prober.shares_processor or len(labels) == 1:
         work_s = measured.seconds - measured.update_s
@@ -324,7 +326,7 @@ def _rank_by_rank(run: Run, asked: _Configuration) -> _Found:
     measured = Measurement(step_s, error_s * steps, tuple(peaks), update_s=fit.step_time.update_s)
     memory = prober.rank_parts(asked.split, peaks, accumulates=steps > 1)
     without = tuple(_ranks_without(fit, [device.label for device in run.request.devices], counted))
-    return _Found(measured, prober.runtime.capacities_bytes, memory, without, predicted=count > 1)
+    return _Found(measured, prober.worker.capacities_bytes, memory, without, predicted=count > 1)
 
 
 def _ranks_without(fit: Fit, labels: Sequence[str], counted: dict[tuple[int, ...], int]) -> Iterator[Without]:
@@ -345,21 +347,21 @@ def _ranks_without(fit: Fit, labels: Sequence[str], counted: dict[tuple[int, ...
 # Ranks of a job
 
 
-def _run_together(workers: Workers, asked: _Configuration) -> _Found:
+def _run_together(processes: Processes, asked: _Configuration) -> _Found:
     count = len(asked.split)
-    alone = workers.ask(_alone_on_rank, asked)
+    alone = processes.ask(_alone_on_rank, asked)
     for rank, found in enumerate(alone):
         if isinstance(found, str):
-            raise _rank_misfit(workers.job.request, rank, found)
-    unused = any(workers.ask(_leaves_unused))
-    workers.ask(Worker.begin_steps, DdpOptions(find_unused_parameters=unused))
+            raise _rank_misfit(processes.job.request, rank, found)
+    unused = any(processes.ask(_leaves_unused))
+    processes.ask(Process.begin_steps, DdpOptions(find_unused_parameters=unused))
     try:
-        measured = workers.step(asked.splits, budget_s=TRIAL_BUDGET_S)
+        measured = processes.step(asked.splits, budget_s=TRIAL_BUDGET_S)
     except OutOfMemoryError as error:
         raise _rank_misfit(
-            workers.job.request, error.device_index or 0, f"split {asked.split} does not fit: {error}"
+            processes.job.request, error.device_index or 0, f"split {asked.split} does not fit: {error}"
         ) from error
-    capacities, memory = zip(*workers.ask(_capacity_and_memory, asked, measured.peak_bytes), strict=True)
+    capacities, memory = zip(*processes.ask(_capacity_and_memory, asked, measured.peak_bytes), strict=True)
     curves = tuple(TimeCurve(((n, float(seconds)),)) for n, seconds in zip(asked.split, alone, strict=True))
     bare = Fit(StepTime.bare(curves, measured.update_s, adds_up=False))
     counted = {asked.split: asked.accumulation_steps}
@@ -369,22 +371,24 @@ def _run_together(workers: Workers, asked: _Configuration) -> _Found:
     return _Found(measured, capacities, memory, (*without, ("copies", None, measured.seconds - beside_s)))
 
 
-def _alone_on_rank(worker: Worker, asked: _Configuration) -> float | str:
-    prober, shape = worker.prober, asked.own_shape(worker.peers.rank)
+def _alone_on_rank(process: Process, asked: _Configuration) -> float | str:
+    prober, shape = process.prober, asked.own_shape(process.peers.rank)
     try:
         prober.confirmed_peaks(shape)
-        return prober.rank_seconds(0, asked.split[worker.peers.rank], budget_s=POINT_BUDGET_S)
+        return prober.rank_seconds(0, asked.split[process.peers.rank], budget_s=POINT_BUDGET_S)
     except OutOfMemoryError as error:
         return str(_misfit(asked.split, shape, prober, error, 0))
 
 
-def _leaves_unused(worker: Worker) -> bool:
-    return worker.prober.facts.leaves_unused
+def _leaves_unused(process: Process) -> bool:
+    return process.prober.facts.leaves_unused
 
 
-def _capacity_and_memory(worker: Worker, asked: _Configuration, peaks: Sequence[int]) -> tuple[int, MemoryParts | None]:
-    rank, prober = worker.peers.rank, worker.prober
-    return prober.runtime.capacities_bytes[0], prober.parts(asked.own_shape(rank), [peaks[rank]])[0]
+def _capacity_and_memory(
+    process: Process, asked: _Configuration, peaks: Sequence[int]
+) -> tuple[int, MemoryParts | None]:
+    rank, prober = process.peers.rank, process.prober
+    return prober.worker.capacities_bytes[0], prober.parts(asked.own_shape(rank), [peaks[rank]])[0]
 
 
 def _rank_misfit(request: Request, rank: int, why: str) -> DoesNotFitError:
@@ -399,8 +403,8 @@ def _misfit(
 ) -> DoesNotFitError:
     if index is None or isinstance(error, StepLostError):
         return DoesNotFitError(f"split {split} does not fit: {error}", device=error.device)
-    device, share = prober.runtime.devices[index], shape.splits[0][index]
-    capacity_bytes = prober.runtime.capacities_bytes[index]
+    device, share = prober.worker.devices[index], shape.splits[0][index]
+    capacity_bytes = prober.worker.capacities_bytes[index]
     counted = error.live_bytes + error.requested_bytes
     needed = counted if prober.evidence == "steps" else prober.predicted(shape)[index]
     more = f"{needed} bytes ({size_text(needed)})" if needed > capacity_bytes else "more than that"

@@ -25,7 +25,7 @@ from autosplit.launcher import end_with_launcher
 from autosplit.probe.request import Request
 from autosplit.profiles.key import machine_of
 from autosplit.tuning.peers import Interrupts, Peers
-from autosplit.tuning.worker import Job, refuse_differing, torch_device
+from autosplit.tuning.process import Job, refuse_differing, torch_device
 
 _TALKS = itertools.count()
 """Counts the groups for messages, because a process group may serve several. The numbers agree on all ranks."""

@@ -28,7 +28,7 @@ from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
 from autosplit.runtime.accelerator import pinned
 from autosplit.runtime.model_copy import training_copy
-from autosplit.runtime.protocol import Measurement, Runtime, StepShape
+from autosplit.runtime.protocol import Measurement, StepShape, Worker
 from autosplit.runtime.timing import is_enough, median_error
 from autosplit.runtime.trainee import Trainee
 from autosplit.tuning.peers import Failure, Peers
@@ -62,20 +62,20 @@ class RankSteps:
     """Run and measure steps of all ranks together. Every rank makes the same calls in the same order.
 
     Args:
-        runtime: The runtime of this rank's device. On a CPU it runs the dry pass, and its tracker counts the memory.
+        worker: The worker of this rank's device. On a CPU it runs the dry pass, and its tracker counts the memory.
     """
 
     def __init__(
         self,
         workload: Workload,
-        runtime: Runtime,
+        worker: Worker,
         device: torch.device,
         peers: Peers,
         *,
         backend: str,
         options: dict[str, Any],
     ) -> None:
-        self.workload, self.runtime, self.device, self.peers = workload, runtime, device, peers
+        self.workload, self.worker, self.device, self.peers = workload, worker, device, peers
         self.backend, self.options = backend, options
         self.steps = self.ooms = 0
         self._slowest_dry_s = 0.0
@@ -122,9 +122,9 @@ class RankSteps:
 
     def _dry(self, sizes: tuple[int, ...]) -> int:
         start_s = time.perf_counter()
-        if self.device.type == "cpu":  # the runtime counts the step
+        if self.device.type == "cpu":  # the worker counts the step
             shape = StepShape(tuple((size,) for size in sizes), "rank", num_ranks=self.peers.world_size)
-            peak = self.runtime.peaks(shape)[0]
+            peak = self.worker.peaks(shape)[0]
         else:
             peak = self._dry_on_gpu(sizes)
         self._slowest_dry_s = max(self._slowest_dry_s, time.perf_counter() - start_s)
@@ -281,7 +281,7 @@ class RankSteps:
                 raise
             message = str(error).splitlines()[0]
         # Raise outside of the except block, because the traceback would refer to tensors and keep them in memory.
-        label = self.runtime.devices[0].label
+        label = self.worker.devices[0].label
         raise OutOfMemoryError(f"{label} is out of memory. Give it fewer samples. {message}", device=label)
 
     def close(self) -> None:

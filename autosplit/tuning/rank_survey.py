@@ -18,8 +18,8 @@ from autosplit.solve.timed_sizes import TimedSize, curve_of, pooled
 from autosplit.solve.trial import LEAST_MEASURED_DIFFERENCE
 from autosplit.tuning.assemble import accumulates, why_no_ranks
 from autosplit.tuning.limits import most_steps
+from autosplit.tuning.process import Process
 from autosplit.tuning.run import POINT_BUDGET_S, Run, Survey
-from autosplit.tuning.worker import Worker
 
 LEAST_SEEN = 0.05
 """Smallest fraction of an all-reduce that the backward does not hide: about the first bucket."""
@@ -42,7 +42,7 @@ class RankMeasurement:
 
 
 def survey_ranks(run: Run) -> Survey:
-    """Measure the ranks. Afterwards, the workers run steps of all ranks together.
+    """Measure the ranks. Afterwards, the processes run steps of all ranks together.
 
     Raises:
         WorkloadError: DDP can't train the workload.
@@ -53,9 +53,9 @@ def survey_ranks(run: Run) -> Survey:
         raise WorkloadError(f"DDP can't train this workload: {why_not}.")
     count = len(run.request.devices)
     needed = 0 if run.may_accumulate else -(-run.request.least_effective // count)
-    ceilings = run.workers.ask(_ceiling, needed, accumulates(run.request, run.workload))
+    ceilings = run.processes.ask(_ceiling, needed, accumulates(run.request, run.workload))
     run.report.stage = "times"
-    ranks = run.workers.ask(_timed, ceilings)
+    ranks = run.processes.ask(_timed, ceilings)
     least_batch = max(rank.least_batch for rank in ranks)
     why_not = why_no_ranks(run.request, run.workload, tuple(rank.ceiling for rank in ranks), least_batch)
     if why_not is not None:
@@ -64,8 +64,8 @@ def survey_ranks(run: Run) -> Survey:
             "devices.",
         )
     options = DdpOptions(find_unused_parameters=any(rank.leaves_unused for rank in ranks))
-    run.workers.ask(Worker.begin_steps, options)
-    step_time = _step_time(run, ranks, max(run.workers.ask(_all_reduce_seconds)))
+    run.processes.ask(Process.begin_steps, options)
+    step_time = _step_time(run, ranks, max(run.processes.ask(_all_reduce_seconds)))
     solver = Solver(_space(run, ranks, least_batch), step_time, tells_apart=LEAST_MEASURED_DIFFERENCE)
     return Survey(tuple(rank.ceiling for rank in ranks), step_time, least_batch, options, solver)
 
@@ -106,9 +106,9 @@ def _step_time(run: Run, ranks: list[RankMeasurement], reduce_s: float) -> RankS
 # Run by each rank
 
 
-def _ceiling(worker: Worker, needed: int, accumulates: bool) -> tuple[Ceiling, tuple[TimedSize, ...]]:
+def _ceiling(process: Process, needed: int, accumulates: bool) -> tuple[Ceiling, tuple[TimedSize, ...]]:
     """Find this rank's ceiling. On a plain CPU, also return its times."""
-    prober = worker.prober
+    prober = process.prober
     if prober.evidence == "time":
         curve, found = ceiling_by_time(prober, needed, "rank")
         return found, tuple(TimedSize(samples, seconds) for samples, seconds in curve.points)
@@ -118,9 +118,9 @@ def _ceiling(worker: Worker, needed: int, accumulates: bool) -> tuple[Ceiling, t
     return found, ()
 
 
-def _timed(worker: Worker, found: list[tuple[Ceiling, tuple[TimedSize, ...]]]) -> RankMeasurement:
-    prober = worker.prober
-    own, timed = found[worker.peers.rank]
+def _timed(process: Process, found: list[tuple[Ceiling, tuple[TimedSize, ...]]]) -> RankMeasurement:
+    prober = process.prober
+    own, timed = found[process.peers.rank]
     if not timed:
         timed = tuple(timed_sizes(prober, 0, own.batch_size, role="rank", budget_s=POINT_BUDGET_S))
     return RankMeasurement(
@@ -132,6 +132,6 @@ def _timed(worker: Worker, found: list[tuple[Ceiling, tuple[TimedSize, ...]]]) -
     )
 
 
-def _all_reduce_seconds(worker: Worker) -> float:
-    assert worker.steps is not None, "`begin_steps` sets it"
-    return worker.steps.all_reduce_seconds(worker.prober.facts.gradient_bytes)
+def _all_reduce_seconds(process: Process) -> float:
+    assert process.steps is not None, "`begin_steps` sets it"
+    return process.steps.all_reduce_seconds(process.prober.facts.gradient_bytes)

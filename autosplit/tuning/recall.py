@@ -21,7 +21,7 @@ from autosplit.profiles.store import NOT_SAVED
 from autosplit.profiles.validity import differing_facts, memory_shortfall
 from autosplit.runtime.protocol import StepShape
 from autosplit.solve.split import micro_batch_sizes, proportional_split
-from autosplit.tuning.worker import Worker, Workers
+from autosplit.tuning.process import Process, Processes
 
 REFRESH_HINT = "To tune again, use --profile refresh (profile='refresh')."
 
@@ -123,7 +123,7 @@ def kept(
     plan: Plan,
     key: ProfileKey,
     found: Recalled,
-    workers: Workers,
+    processes: Processes,
     *,
     always: tuple[Note, ...],
 ) -> Plan:
@@ -136,13 +136,13 @@ def kept(
     """
     failed: tuple[Note, ...] = ()
     path = None
-    is_saved = workers.job.request.profile != "off"
+    is_saved = processes.job.request.profile != "off"
     if is_saved and any(note.kind == NOT_FINITE for note in plan.notes):
         # A saved plan would repeat this warning even after the user has fixed the loss.
         failed = (Note(NOT_SAVED, "the plan is not saved, because the loss is not finite"),)
     elif is_saved:
         plan = with_explanation(plan)
-        answers = workers.ask(Worker.store, key, plan)
+        answers = processes.ask(Process.store, key, plan)
         path, failed = answers[0][0], tuple(dict.fromkeys(note for _, notes in answers for note in notes))
     said = () if failed and found.unreadable else found.notes
     return with_path(with_notes(plan, *said, *always, last=failed), path)
@@ -157,7 +157,9 @@ def with_facts(plan: Plan, request: Request) -> Plan:
     return replace(plan, devices=devices)
 
 
-def tried_again(key: ProfileKey, request: Request, found: Recalled, workers: Workers) -> tuple[Plan | None, Recalled]:
+def tried_again(
+    key: ProfileKey, request: Request, found: Recalled, processes: Processes
+) -> tuple[Plan | None, Recalled]:
     """Run one step of a saved plan. If memory is short, solve the plan again first.
 
     Returns:
@@ -166,40 +168,40 @@ def tried_again(key: ProfileKey, request: Request, found: Recalled, workers: Wor
     plan = found.plan
     assert plan is not None
     if found.short is not None:
-        nbytes, least = workers.ask(_bucket_bytes_and_least)[0]
+        nbytes, least = processes.ask(_bucket_bytes_and_least)[0]
         plan = solved_again(plan, Lack(request.capacities_bytes, nbytes, least))
         if plan is None:
             return None, _given_up(found, "no split fits according to its measurements")
-    answers = workers.ask(_run, plan, found.short is not None)
+    answers = processes.ask(_run, plan, found.short is not None)
     failed = next(((rank, one) for rank, one in enumerate(answers) if isinstance(one, str)), None)
     if failed is not None:
-        who = f"rank {failed[0]}: " if workers.job.has_peers else ""
+        who = f"rank {failed[0]}: " if processes.job.has_peers else ""
         return None, _given_up(found, f"one step ran out of memory ({who}{failed[1]})")
     ran = answers[0]
     assert isinstance(ran, Plan)
     if found.short is not None:
         return _makeshift(request, found, ran), found
-    return _confirmed(key, request, found, workers), found
+    return _confirmed(key, request, found, processes), found
 
 
-def _bucket_bytes_and_least(worker: Worker) -> tuple[int, int]:
-    return worker.prober.facts.gradient_bytes, worker.prober.least_batch
+def _bucket_bytes_and_least(process: Process) -> tuple[int, int]:
+    return process.prober.facts.gradient_bytes, process.prober.least_batch
 
 
-def _run(worker: Worker, plan: Plan, measures: bool) -> Plan | str:
+def _run(process: Process, plan: Plan, measures: bool) -> Plan | str:
     """Run a step of a plan. Return the plan, or the error message if memory ran out.
 
     If `measures` is true, the plan gets the throughput and the peaks of that step. A plan for DDP stays unchanged,
     because only parts of its step run.
     """
     try:
-        return _ran(worker, plan, measures=measures)
+        return _ran(process, plan, measures=measures)
     except OutOfMemoryError as error:
         return one_line(error)
 
 
-def _ran(worker: Worker, plan: Plan, *, measures: bool) -> Plan:
-    prober, several, own = worker.prober, worker.job.has_peers, worker.peers.rank
+def _ran(process: Process, plan: Plan, *, measures: bool) -> Plan:
+    prober, several, own = process.prober, process.job.has_peers, process.peers.rank
     if several or plan.region is None:
         # Run the ranks' parts one after the other, because one process has no other ranks.
         for rank in (own,) if several else range(len(plan.split)):
@@ -234,12 +236,12 @@ def _given_up(found: Recalled, why: str) -> Recalled:
     )
 
 
-def _confirmed(key: ProfileKey, request: Request, found: Recalled, workers: Workers) -> Plan:
+def _confirmed(key: ProfileKey, request: Request, found: Recalled, processes: Processes) -> Plan:
     """Return a saved plan that ran on these devices. Save it with their UUIDs and drivers."""
     assert found.plan is not None
     plan = with_path(with_facts(found.plan, request), found.path)
     if request.profile != "off":
-        workers.ask(Worker.store, key, plan)  # If saving fails, the next run repeats the step.
+        processes.ask(Process.store, key, plan)  # If saving fails, the next run repeats the step.
     confirmed = Note(
         "confirmed-by-one-step", f"The saved plan was confirmed by one step: {'; '.join(found.differing)}."
     )

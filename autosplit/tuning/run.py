@@ -16,8 +16,8 @@ from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import StepTime
 from autosplit.tuning.assemble import why_single
 from autosplit.tuning.limits import Limits
+from autosplit.tuning.process import Processes
 from autosplit.tuning.progress import Progress, Reporter
-from autosplit.tuning.worker import Workers
 from autosplit.workload.workload import Workload
 
 POINT_BUDGET_S = 0.5
@@ -37,7 +37,7 @@ class Run:
         notes: The notes so far. The stages add theirs.
     """
 
-    workers: Workers
+    processes: Processes
     request: Request
     key: ProfileKey
     report: Reporter
@@ -46,27 +46,27 @@ class Run:
     @classmethod
     def of(
         cls,
-        workers: Workers,
+        processes: Processes,
         request: Request,
         key: ProfileKey,
         tell: Callable[[Progress], None],
         notes: tuple[Note, ...] = (),
     ) -> Run:
         """Begin a run, whose progress goes to `tell`."""
-        own = workers.own
+        own = processes.own
         report = Reporter(tell, own.counted, num_devices=len(own.job.devices), n_trials=request.n_trials)
         own.prober.report = report
-        return cls(workers, request, key, report, [*notes])
+        return cls(processes, request, key, report, [*notes])
 
     @property
     def prober(self) -> Prober:
         """The prober of this process's devices."""
-        return self.workers.own.prober
+        return self.processes.own.prober
 
     @property
     def workload(self) -> Workload:
         """The workload that is tuned."""
-        return self.workers.own.workload
+        return self.processes.own.workload
 
     @property
     def may_accumulate(self) -> bool:

@@ -86,7 +86,7 @@ class Search:
     def measured(self, splits: tuple[tuple[int, ...], ...]) -> Measurement:
         """Run an optimizer step. Raise OutOfMemoryError if it does not fit."""
         copies_s = self.solver.step_time.copying_s(splits)
-        return self._run.workers.step(splits, budget_s=TRIAL_BUDGET_S, copies_s=copies_s)
+        return self._run.processes.step(splits, budget_s=TRIAL_BUDGET_S, copies_s=copies_s)
 
     def even_rate(self, best: Trial) -> float | None:
         """Measure the even split of the same effective batch. If it does not fit, try up to three more micro-steps."""
@@ -118,7 +118,7 @@ class Search:
     def doubts(self) -> tuple[Note, ...]:
         """Return a note if the measured times contradict each other."""
         off = error_of(self.solver.refitted(self.trials), self.trials)
-        if self._run.prober.runtime.exact or off <= DOUBTFUL_ERROR:
+        if self._run.prober.worker.exact or off <= DOUBTFUL_ERROR:
             return ()
         text = (
             f"The measured times contradict each other by {100 * off:.0f}%, probably because the machine is "
@@ -160,7 +160,7 @@ class Search:
     def _can_train(self, splits: tuple[tuple[int, ...], ...]) -> bool:
         """Return whether each device gets enough samples. In a job, every rank takes part in the first micro-step."""
         least = self._least_share
-        if not self._run.workers.job.has_peers:
+        if not self._run.processes.job.has_peers:
             return not any(0 < share < least for split in splits for share in split)
         return min(splits[0]) >= least and (least == 1 or min(map(min, splits)) >= least)
 

@@ -50,7 +50,7 @@ def survey_split(run: Run) -> Survey:
     ranks = limits.of_roles()
     space = limits.space()
     step_time = _step_time(run, limits, space, _curves(run, limits, ranks))
-    exact = prober.runtime.exact
+    exact = prober.worker.exact
     solver = Solver(
         limits.with_several(space, step_time),
         step_time,
@@ -101,7 +101,7 @@ def _curves(run: Run, limits: Limits, ranks: tuple[Ceiling, ...]) -> tuple[TimeC
 
 def _kinds(run: Run) -> list[tuple[str, int]]:
     """Return each device's name and capacity. Equal devices have equal times."""
-    capacities = run.prober.runtime.capacities_bytes
+    capacities = run.prober.worker.capacities_bytes
     return [(device.name, nbytes) for device, nbytes in zip(run.request.devices, capacities, strict=True)]
 
 
@@ -256,7 +256,7 @@ def _rank_time(run: Run, curves: tuple[TimeCurve, ...], shares: Sequence[int]) -
     """Return the ranks' time model. One small balanced step yields the time of copying parameters and gradients."""
     prober = run.prober
     bare = StepTime.bare(curves, prober.update_seconds(), adds_up=prober.shares_processor)
-    if len(shares) == 1 or prober.shares_processor or prober.runtime.exact:
+    if len(shares) == 1 or prober.shares_processor or prober.worker.exact:
         return bare  # The simulation computes the all-reduce. On one CPU nothing is copied.
     split = (max(prober.least_batch, min(shares) // 4),) * len(shares)
     try:

@@ -24,12 +24,12 @@ from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.tuning.answer import interrupted_plan, joint_plan, solved_plan, split_plan
 from autosplit.tuning.keywords import suggests_keywords
+from autosplit.tuning.process import Process, Processes, agreed, alone, drive
 from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward
 from autosplit.tuning.recall import kept, nothing_run, recalled, tried_again
 from autosplit.tuning.run import Run, Survey
 from autosplit.tuning.search import TIMES_DISAGREE, Search
 from autosplit.tuning.survey import survey_alone, survey_split
-from autosplit.tuning.worker import Worker, Workers, agreed, alone, drive
 from autosplit.workload.workload import Workload
 
 _log = logging.getLogger(__name__)
@@ -223,17 +223,17 @@ def tuned(
     isolate: bool = False,
 ) -> Plan:
     """Return the plan of a checked request, on every rank of a job. See `tune`."""
-    with worker_for(request, source_of, isolate=isolate) as worker:
-        plan = drive(worker, lambda workers: Tuning(workers, worker.job.request, tell).plan())
+    with process_for(request, source_of, isolate=isolate) as process:
+        plan = drive(process, lambda processes: Tuning(processes, process.job.request, tell).plan())
     # A stored plan may have several lengths, which only `tune_lengths` requests.
     return plan if plan.lengths is None else replaced(plan, lengths=None)
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Tune the workload of the workers: return a stored plan, or measure and search."""
+    """Tune the workload of these processes: return a stored plan, or measure and search."""
 
-    workers: Workers
+    processes: Processes
     request: Request
     progress: Callable[[Progress], None]
 
@@ -262,8 +262,8 @@ def devices_of_process(devices: Any, strategy: str) -> Any:
 
 
 @contextmanager
-def worker_for(request: Request, source_of: Callable[[int], Source], *, isolate: bool) -> Iterator[Worker]:
-    """Yield the worker of this process. If several ranks tune DDP, connect to the other ranks first."""
+def process_for(request: Request, source_of: Callable[[int], Source], *, isolate: bool) -> Iterator[Process]:
+    """Yield this process as a part of the tuning. If several ranks tune DDP, connect to the other ranks first."""
     with ExitStack() as closing:
         job = None
         if request.strategy == "ddp":
@@ -272,7 +272,7 @@ def worker_for(request: Request, source_of: Callable[[int], Source], *, isolate:
             if in_a_job():
                 job = closing.enter_context(joined(request))
         yield closing.enter_context(
-            Worker(job or alone(request, machine_of(request.devices)), source_of, isolate=isolate)
+            Process(job or alone(request, machine_of(request.devices)), source_of, isolate=isolate)
         )
 
 
@@ -297,23 +297,23 @@ def users_code_named() -> Iterator[None]:
 
 def _tuned(tuning: Tuning) -> Plan:
     """Return the stored plan, or measure the devices, search, and store the plan."""
-    workers, request = tuning.workers, tuning.request
+    processes, request = tuning.processes, tuning.request
     tuning.progress(Progress("building", "building the model", 0.0))
-    workers.ask(Worker.build)
-    key = ProfileKey(workers.job.machine, agreed(workers.ask(Worker.description)), request.facts())
-    found = recalled(key, request, measured=workers.job.has_peers)
+    processes.ask(Process.build)
+    key = ProfileKey(processes.job.machine, agreed(processes.ask(Process.description)), request.facts())
+    found = recalled(key, request, measured=processes.job.has_peers)
     # This note belongs to the run, not to the plan. The same stored plan may be returned for an explicit "cpu".
     defaulted = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
     if found.holds:
         return found.told(nothing_run(found), *defaulted)
     tuning.progress(Progress("preparing", "preparing the model", fraction_of("preparing")))
-    request, notes = workers.prepare(request, key)
+    request, notes = processes.prepare(request, key)
     if found.plan is not None:  # the machine differs a little: run one step of the stored plan
-        plan, found = tried_again(key, request, found, workers)
+        plan, found = tried_again(key, request, found, processes)
         if plan is not None:
-            return with_notes(plan, last=[*defaulted, *workers.losses()])
-    plan = tuned_anew(Run.of(workers, request, key, tuning.progress, notes))
-    plan = kept(with_notes(plan, last=workers.losses()), key, found, workers, always=defaulted)
+            return with_notes(plan, last=[*defaulted, *processes.losses()])
+    plan = tuned_anew(Run.of(processes, request, key, tuning.progress, notes))
+    plan = kept(with_notes(plan, last=processes.losses()), key, found, processes, always=defaulted)
     if not plan.complete:
         raise TuningInterrupted(plan)
     return plan
@@ -337,7 +337,7 @@ def tuned_anew(run: Run) -> Plan:
             planned = joint_plan if survey.limits is None else split_plan
             plan = planned(run, survey, search, best, checks)
     except KeyboardInterrupt:
-        if survey is None or search is None or not run.workers.all_stopped:
+        if survey is None or search is None or not run.processes.all_stopped:
             raise
         so_far = interrupted_plan(run, survey, search, checks)
         if so_far is None:
@@ -356,7 +356,7 @@ def surveyed(run: Run) -> Survey:
     """
     if run.request.strategy != "ddp":
         return survey_split(run)
-    if not run.workers.job.has_peers:
+    if not run.processes.job.has_peers:
         return survey_alone(run)
     from autosplit.tuning.rank_survey import survey_ranks  # loads torch.distributed
 
@@ -366,7 +366,7 @@ def surveyed(run: Run) -> Survey:
 def checked(run: Run) -> tuple[Check, ...]:
     """Check whether splitting the batch changes the training. Rank 0 checks for all ranks."""
     run.report.begin("checks", "checking gradients")
-    prepared = run.workers.own.prepared
+    prepared = run.processes.own.prepared
     checks: tuple[Check, ...] = ()
     try:
         if prepared.isolated is not None:  # A check that crashes must not end this process.

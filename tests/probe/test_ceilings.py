@@ -19,7 +19,7 @@ import autosplit
 from autosplit import Workload, find_ceiling
 from autosplit.errors import InputError, UserCodeError, WorkloadError
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
-from autosplit.runtime.cpu import MOST_FEW, CpuRuntime
+from autosplit.runtime.cpu import MOST_FEW, CpuWorker
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
@@ -46,12 +46,12 @@ def runs(make: Callable[[], Workload], budget: str, n: int, seeds=(0,)) -> bool:
         torch.manual_seed(0)
         trainee = training_copy(make(), device=torch.device("cpu"))
         trainee.draws.draw = lambda: None  # random, as in training
-        runtime = CpuRuntime((device,), (device.capacity_bytes,), trainee, n)
+        worker = CpuWorker((device,), (device.capacity_bytes,), trainee, n)
         for step in range(3):
             torch.manual_seed(100 * seed + step)
             random.seed(100 * seed + step)
             try:
-                runtime.peaks(StepShape(((n,),), "rank", num_ranks=2))
+                worker.peaks(StepShape(((n,),), "rank", num_ranks=2))
             except OutOfMemoryError:
                 return False
     return True
@@ -427,15 +427,15 @@ def test_the_machines_own_lack_of_memory_is_a_lack_of_memory(monkeypatch):
     """The CPU allocator's error came back unchanged in this process, but not in a child process."""
     workload = classifier(small(), optimizer=torch.optim.SGD)
     devices = autosplit.parse_devices("cpu:1GiB")
-    runtime = CpuRuntime(devices, (2**30,), training_copy(workload, device=torch.device("cpu")), 64)
-    runtime.peaks(StepShape(((4,),)))
+    worker = CpuWorker(devices, (2**30,), training_copy(workload, device=torch.device("cpu")), 64)
+    worker.peaks(StepShape(((4,),)))
 
     def refuse(*_args, **_options):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried")
 
     monkeypatch.setattr("autosplit.runtime.cpu.run_placed", refuse)
     with pytest.raises(OutOfMemoryError, match="before any budget"):
-        runtime.peaks(StepShape(((8,),)))
+        worker.peaks(StepShape(((8,),)))
 
 
 def test_what_was_assumed_is_told_with_the_ceiling():

@@ -23,7 +23,7 @@ from autosplit.devices.spec import parse_devices
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.probe.wall_search import MOST_FAILURES
-from autosplit.runtime.accelerator import AcceleratorRuntime
+from autosplit.runtime.accelerator import AcceleratorWorker
 from autosplit.runtime.protocol import StepShape
 
 pytestmark = [
@@ -96,14 +96,14 @@ def workload_of(number: int) -> tuple[Workload, str]:
 
 def runs(workload: Workload, samples: int, capacity_bytes: int, role: str) -> bool:
     """Return whether a step fits in a fresh allocator."""
-    runtime = AcceleratorRuntime(parse_devices(SPEC), (capacity_bytes,), workload)
+    worker = AcceleratorWorker(parse_devices(SPEC), (capacity_bytes,), workload)
     shape = StepShape(((samples,),), arrangement="eval" if role == "eval" else "balanced")
     try:
-        runtime.peaks(shape)
+        worker.peaks(shape)
     except OutOfMemoryError:
         return False
     finally:
-        runtime.close()
+        worker.close()
     return True
 
 

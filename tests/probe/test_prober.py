@@ -18,7 +18,7 @@ from autosplit.probe import ceilings
 from autosplit.probe.ceilings import ceiling_of
 from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.probe.prober import Prober
-from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.cpu import CpuWorker
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import Facts, StepShape
 from autosplit.solve.memory import MemoryParts
@@ -54,8 +54,8 @@ def measured(workload, role: str, n: int, capacity_bytes: int = 2**40) -> int:
     if role == "replica":
         companion = replace(devices[0], budgeted=False)
         devices, capacities = (companion, replace(devices[0], index=1)), (2**60, capacity_bytes)
-    runtime = CpuRuntime(devices, capacities, training_copy(workload, device=torch.device("cpu")), MOST)
-    return runtime.peaks(shape_of(role, n))[-1]
+    worker = CpuWorker(devices, capacities, training_copy(workload, device=torch.device("cpu")), MOST)
+    return worker.peaks(shape_of(role, n))[-1]
 
 
 def runs(workload, role: str, n: int, capacity_bytes: int) -> bool:
@@ -191,30 +191,30 @@ def capacity_for(n: int) -> int:
     return bytes_of(n) + 128
 
 
-def prober_of(runtime) -> Prober:
-    return Prober(runtime, mlp(), 4096)
+def prober_of(worker) -> Prober:
+    return Prober(worker, mlp(), 4096)
 
 
 class TestOffThePrediction:
     def test_a_constant_beyond_the_prediction_costs_no_failure(self):
         """CUDA workspaces and fragmentation. Small real steps show them before the ceiling is tried."""
-        runtime = StandIn([capacity_for(300)], offset=lambda n: 30 * KIB)
-        found = ceiling_of(prober_of(runtime), 0, "primary")
+        worker = StandIn([capacity_for(300)], offset=lambda n: 30 * KIB)
+        found = ceiling_of(prober_of(worker), 0, "primary")
         assert found.ooms == 0
         assert found.batch_size < 300
-        runtime.peaks(StepShape(((found.batch_size,),)))
+        worker.peaks(StepShape(((found.batch_size,),)))
         with pytest.raises(OutOfMemoryError):
-            runtime.peaks(StepShape(((found.batch_size + 1,),)))
+            worker.peaks(StepShape(((found.batch_size + 1,),)))
 
     @pytest.mark.parametrize("share", [0.1, -0.1])
     def test_a_slope_beside_the_prediction_is_followed(self, share):
-        runtime = StandIn([capacity_for(300)], offset=lambda n: int(share * SAMPLE_BYTES * n))
-        found = ceiling_of(prober_of(runtime), 0, "primary")
+        worker = StandIn([capacity_for(300)], offset=lambda n: int(share * SAMPLE_BYTES * n))
+        found = ceiling_of(prober_of(worker), 0, "primary")
         assert found.ooms == 0
         assert found.steps <= 5
-        runtime.peaks(StepShape(((found.batch_size,),)))
+        worker.peaks(StepShape(((found.batch_size,),)))
         with pytest.raises(OutOfMemoryError):
-            runtime.peaks(StepShape(((found.batch_size + 1,),)))
+            worker.peaks(StepShape(((found.batch_size + 1,),)))
 
     def test_a_peak_that_falls_with_the_batch_gives_a_line_without_slope(self):
         """A plan with -64 bytes per sample was refused after the whole tuning."""
@@ -230,8 +230,8 @@ class TestKernelLimits:
         return RuntimeError("input tensor must fit into 32-bit index math") if n > 37 else None
 
     def test_end_the_search_and_are_no_lack_of_memory(self):
-        runtime = StandIn([capacity_for(300)], fails=self.limited)
-        found = ceiling_of(prober_of(runtime), 0, "primary")
+        worker = StandIn([capacity_for(300)], fails=self.limited)
+        found = ceiling_of(prober_of(worker), 0, "primary")
         assert (found.limited_by, found.ooms, found.confirmed) == ("kernel", 0, True)
         assert 30 <= found.batch_size <= 37
 
@@ -250,10 +250,10 @@ class TestEqualDevices:
         assert all(ceiling.confirmed for ceiling in found)
 
     def test_one_that_turns_out_otherwise_is_searched(self):
-        runtime = StandIn([capacity_for(300)] * 2)
-        prober = prober_of(runtime)
+        worker = StandIn([capacity_for(300)] * 2)
+        prober = prober_of(worker)
         first = ceiling_of(prober, 0, "rank")
-        runtime.offset = lambda n: 20 * KIB
+        worker.offset = lambda n: 20 * KIB
         second = ceiling_of(prober, 1, "rank")
         assert 0 < second.batch_size < first.batch_size
         assert second.ooms == 1

@@ -1,4 +1,4 @@
-"""Real steps on accelerators: plain logic of their runtime, and steps on real or emulated devices."""
+"""Real steps on accelerators: plain logic of their worker, and steps on real or emulated devices."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.probe.primary_memory import primary_fit
 from autosplit.probe.prober import Prober
 from autosplit.runtime import accelerator
-from autosplit.runtime.accelerator import AcceleratorRuntime
-from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.accelerator import AcceleratorWorker
+from autosplit.runtime.cpu import CpuWorker
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import Facts, StepMemory, StepShape
 from autosplit.solve.memory import Ceiling, MemoryFit
@@ -88,10 +88,10 @@ class FakeBackEnd:
         pass
 
 
-def bare_runtime() -> AcceleratorRuntime:
-    runtime = AcceleratorRuntime((Device("cuda", 0, "NVIDIA RTX 3090", 2**30),), (2**29,), small())
-    runtime.capacities_bytes = (2**29,)  # without a GPU there is no driver
-    return runtime
+def bare_worker() -> AcceleratorWorker:
+    worker = AcceleratorWorker((Device("cuda", 0, "NVIDIA RTX 3090", 2**30),), (2**29,), small())
+    worker.capacities_bytes = (2**29,)  # without a GPU there is no driver
+    return worker
 
 
 class TestWallsThatDoNotRaise:
@@ -112,22 +112,22 @@ class TestWallsThatDoNotRaise:
         On an H200, the second step of a BERT freed memory again, and the third step did not. Its ceiling was too low.
         """
         back_end = FakeBackEnd(monkeypatch, retries)
-        runtime = bare_runtime()
+        worker = bare_worker()
         if steps is None:
             with pytest.raises(OutOfMemoryError, match="in 3 consecutive steps"):
-                runtime._confirm(back_end.step, StepShape(((4,),)))
+                worker._confirm(back_end.step, StepShape(((4,),)))
         else:
-            assert runtime._confirm(back_end.step, StepShape(((4,),))) == StepMemory((2**29,), (2**30,))
+            assert worker._confirm(back_end.step, StepShape(((4,),))) == StepMemory((2**29,), (2**30,))
             assert back_end.steps == steps
 
     def test_trials_are_watched_as_well(self, monkeypatch):
         """A configuration that freed memory in each step was timed, and could become the answer."""
         back_end = FakeBackEnd(monkeypatch, [0] * 4 + [1] * 100)
-        runtime = bare_runtime()
-        monkeypatch.setattr(runtime, "_within_bounds", lambda _shape, use: use(back_end.step))
-        monkeypatch.setattr(runtime, "wait", lambda: None)
+        worker = bare_worker()
+        monkeypatch.setattr(worker, "_within_bounds", lambda _shape, use: use(back_end.step))
+        monkeypatch.setattr(worker, "wait", lambda: None)
         with pytest.raises(OutOfMemoryError, match="in 3 consecutive steps"):
-            runtime.measure(StepShape(((4,),)), budget_s=0.1)
+            worker.measure(StepShape(((4,),)), budget_s=0.1)
 
     @pytest.mark.parametrize("free_bytes", [0, 2**29])
     def test_steps_that_are_suddenly_slow(self, free_bytes, monkeypatch):
@@ -136,7 +136,7 @@ class TestWallsThatDoNotRaise:
         A loss over the whole batch is slower, too. If the driver has free memory, nothing spilled.
         """
         back_end = FakeBackEnd(monkeypatch, free_bytes=free_bytes)
-        runtime, now_s = bare_runtime(), [0.0]
+        worker, now_s = bare_worker(), [0.0]
         monkeypatch.setattr("autosplit.runtime.accelerator.time.perf_counter", lambda: now_s[0])
 
         def confirm(samples, pace_s):
@@ -144,7 +144,7 @@ class TestWallsThatDoNotRaise:
                 back_end.step(mark)
                 now_s[0] += pace_s * samples
 
-            runtime._confirm(step, StepShape(((samples,),)))
+            worker._confirm(step, StepShape(((samples,),)))
 
         confirm(4, 0.01)
         confirm(64, 0.02)
@@ -160,7 +160,7 @@ def test_the_users_own_limit_is_not_raised(own, bound, monkeypatch):
     """For a user's limit of 25% of a GPU, tuning used all free memory of the GPU."""
     back_end = FakeBackEnd(monkeypatch)
     back_end.share = own
-    with bare_runtime()._bounded():
+    with bare_worker()._bounded():
         assert back_end.share == bound
     assert back_end.share == own
 
@@ -169,12 +169,12 @@ def test_an_allocator_that_was_never_limited(monkeypatch):
     """cudaMallocAsync reports a limit of 2**64 bytes. Setting it again as a fraction ended every step."""
     back_end = FakeBackEnd(monkeypatch)
     back_end.share = (2.0**64 - 1) / 2**30
-    with bare_runtime()._bounded():
+    with bare_worker()._bounded():
         assert back_end.share == 0.5
     assert back_end.share == 1.0
 
 
-class Twins(AcceleratorRuntime):
+class Twins(AcceleratorWorker):
     """Two equal accelerators. The first also holds 2 KiB for each sample of the whole batch.
 
     Args:
@@ -206,9 +206,9 @@ def test_device_0s_plane_has_the_slope_of_real_steps():
     prober = Prober(Twins(), small(), 10_000)
     alone = Ceiling("cuda:0", "primary", 2048, "memory", 3 * MIB, 10_240, 24_117_248, 2**40)
     fit = primary_fit(prober, alone, 256, (256,), accumulates=False)
-    assert prober.runtime.splits == [(64, 64), (128, 64), (64, 128)]
+    assert prober.worker.splits == [(64, 64), (128, 64), (64, 128)]
     for split in ((64, 200), (200, 64), (256, 256)):
-        real = prober.runtime.memory(StepShape((split,))).allocated_bytes[0]
+        real = prober.worker.memory(StepShape((split,))).allocated_bytes[0]
         assert fit.peak_bytes(split[0], sum(split)) == pytest.approx(real)
 
 
@@ -227,17 +227,17 @@ def test_device_0s_plane_counts_all_samples_where_a_step_of_both_does_not_fit():
 def running(spec: str, workload, capacity_bytes: int | None = None):
     devices = parse_devices(spec)
     capacities = tuple(capacity_bytes or device.capacity_bytes for device in devices)
-    runtime = AcceleratorRuntime(devices, capacities, workload)
+    worker = AcceleratorWorker(devices, capacities, workload)
     try:
-        yield runtime
+        yield worker
     finally:
-        runtime.close()
+        worker.close()
 
 
 def fits(workload, n: int, capacity_bytes: int) -> bool:
-    with running(f"{KIND}:0", workload, capacity_bytes) as runtime:
+    with running(f"{KIND}:0", workload, capacity_bytes) as worker:
         try:
-            runtime.peaks(StepShape(((n,),)))
+            worker.peaks(StepShape(((n,),)))
         except OutOfMemoryError:
             return False
     return True
@@ -319,27 +319,27 @@ class TestOneDevice:
         module = backend(KIND)
         capacities = (devices[0].capacity_bytes - reserve_bytes,)
         held_bytes = module.memory_reserved(0)
-        there_bytes = AcceleratorRuntime(devices, capacities, mlp()).capacities_bytes
+        there_bytes = AcceleratorWorker(devices, capacities, mlp()).capacities_bytes
         assert there_bytes == (module.mem_get_info(0)[0] + held_bytes - reserve_bytes,)
         module.set_per_process_memory_fraction(0.25, 0)  # the user's own limit leaves no more memory
         try:
-            assert AcceleratorRuntime(devices, capacities, mlp()).capacities_bytes == (devices[0].capacity_bytes // 4,)
+            assert AcceleratorWorker(devices, capacities, mlp()).capacities_bytes == (devices[0].capacity_bytes // 4,)
         finally:
             module.set_per_process_memory_fraction(1.0, 0)
 
     def test_the_full_device_is_named_and_the_next_step_runs(self):
         limit_bytes = 32 * MIB + WORKSPACE_BYTES
-        with running(f"{KIND}:0", mlp(), limit_bytes) as runtime:
+        with running(f"{KIND}:0", mlp(), limit_bytes) as worker:
             with pytest.raises(OutOfMemoryError, match=f"{KIND}:0") as caught:
-                runtime.peaks(StepShape(((limit_bytes // 256,),)))
+                worker.peaks(StepShape(((limit_bytes // 256,),)))
             assert (caught.value.device, caught.value.device_index) == (f"{KIND}:0", 0)
-            assert 0 < runtime.peaks(StepShape(((8,),)))[0] <= limit_bytes
+            assert 0 < worker.peaks(StepShape(((8,),)))[0] <= limit_bytes
 
     @needs_emulated
     def test_an_optimizer_that_ran_out_of_memory_half_way_starts_anew(self):
         """The next step raised KeyError: 'exp_avg_sq', and the user's code was blamed."""
-        with running("emu:0", mlp()) as runtime:
-            step = AcceleratorRuntime._guarded
+        with running("emu:0", mlp()) as worker:
+            step = AcceleratorWorker._guarded
 
             def failing(self, run, shape):
                 def broken():
@@ -357,19 +357,19 @@ class TestOneDevice:
 
                 return step(self, broken, shape)
 
-            runtime._guarded = failing.__get__(runtime)
+            worker._guarded = failing.__get__(worker)
             with pytest.raises(OutOfMemoryError):
-                runtime.peaks(StepShape(((8,),)))
-            del runtime._guarded
-            assert runtime.peaks(StepShape(((4,),)))[0] > 0
+                worker.peaks(StepShape(((8,),)))
+            del worker._guarded
+            assert worker.peaks(StepShape(((4,),)))[0] > 0
 
     def test_its_batches_are_pinned(self, monkeypatch):
         """Pageable batches took 10% to 30% of an image model's step, on one GPU after another."""
         ran = []
         step = lambda _trainee, _models, batches, *_, **__: ran.extend(batches)
-        with running(f"{KIND}:0", small()) as runtime:
+        with running(f"{KIND}:0", small()) as worker:
             monkeypatch.setattr("autosplit.runtime.trainee.Trainee.step", step)
-            runtime._prepared(StepShape(((8,),)))(lambda _phase: None)
+            worker._prepared(StepShape(((8,),)))(lambda _phase: None)
         inputs, targets = ran[0]
         assert inputs.is_pinned()
         assert targets.is_pinned()
@@ -381,23 +381,23 @@ class TestOneDevice:
         model = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512))
         workload = Workload(model, torch.randn(4, 512), optimizer=torch.optim.SGD)
         shape = StepShape(((samples,),), "rank", num_ranks=2)
-        on_cpu = CpuRuntime(parse_devices("cpu:1GiB"), (2**30,), training_copy(workload), 4096)
-        with running("emu:0", workload) as runtime:
-            assert runtime.peaks(shape)[0] == pytest.approx(on_cpu.predicted(shape)[0].total_bytes, rel=0.02)
+        on_cpu = CpuWorker(parse_devices("cpu:1GiB"), (2**30,), training_copy(workload), 4096)
+        with running("emu:0", workload) as worker:
+            assert worker.peaks(shape)[0] == pytest.approx(on_cpu.predicted(shape)[0].total_bytes, rel=0.02)
 
     def test_a_compiled_step_has_its_batch_on_the_device(self, monkeypatch):
         """It ran without the wrapper that moves the batch. Every plan reported "no step could be run"."""
-        with running(f"{KIND}:0", small()) as runtime:
+        with running(f"{KIND}:0", small()) as worker:
             monkeypatch.setattr("autosplit.runtime.trainee.Trainee.compiled", lambda trainee: trainee.models)
-            assert runtime.peaks(StepShape(((8,),), compiled=True))[0] > 0
+            assert worker.peaks(StepShape(((8,),), compiled=True))[0] > 0
 
     @pytest.mark.parametrize("precision", ["fp16", "bf16"])
     def test_half_precision_has_the_optimizers_state(self, precision):
         workload = small(precision=precision)
-        with running(f"{KIND}:0", workload) as runtime:
-            runtime.peaks(StepShape(((8,),)))
-            assert all(state for state in runtime._trainee.optimizers.given.state.values())
-            assert runtime._trainee.optimizers.given.state
+        with running(f"{KIND}:0", workload) as worker:
+            worker.peaks(StepShape(((8,),)))
+            assert all(state for state in worker._trainee.optimizers.given.state.values())
+            assert worker._trainee.optimizers.given.state
 
     def test_a_model_that_makes_tensors_on_the_device_is_not_run_elsewhere(self):
         """A UserCodeError reported a failure on the CPU, but the model was never meant to run there."""
@@ -434,8 +434,8 @@ class TestOneDevice:
             workload = live(home)
             workload.model.computed = workload.model[0].bias[:2] * 2
             before = state_of(workload.model)
-            with running(f"{KIND}:0", workload) as runtime:
-                peaks.append(runtime.peaks(StepShape(((4,),)))[0])
+            with running(f"{KIND}:0", workload) as worker:
+                peaks.append(worker.peaks(StepShape(((4,),)))[0])
                 assert state_of(workload.model) != before
             assert state_of(workload.model) == before
         assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
@@ -451,14 +451,14 @@ class TestOneDevice:
                 raise ArithmeticError("no")
             return F.cross_entropy(model(batch[0]), batch[1])
 
-        runtime = AcceleratorRuntime(
+        worker = AcceleratorWorker(
             parse_devices(f"{KIND}:0"), (64 * MIB,), replace(workload, compute_loss=fails, loss_fn=None)
         )
-        runtime.peaks(StepShape(((4,),)))
+        worker.peaks(StepShape(((4,),)))
         with pytest.raises(ArithmeticError):
-            runtime.measure(StepShape(((4,),)), budget_s=0.5)
+            worker.measure(StepShape(((4,),)), budget_s=0.5)
         assert ran[-1] != before  # the copy trained the live memory
-        runtime.close()
+        worker.close()
         assert state_of(workload.model) == before
 
     def test_optimizer_states_that_are_there_already_are_said_with_their_bytes(self):
@@ -529,9 +529,9 @@ class TestTwoDevices:
         optimizer = torch.optim.AdamW(model.parameters())
         model.scale.grad = torch.ones_like(model.scale)
         optimizer.step()
-        with running(f"{KIND}:1", Workload(model, torch.randn(4, 4), optimizer=optimizer)) as runtime:
-            assert runtime.peaks(StepShape(((4,),), "rank"))[0] > 0
-            state = runtime._trainee.optimizers.given.state[runtime._trainee.models.given.scale]
+        with running(f"{KIND}:1", Workload(model, torch.randn(4, 4), optimizer=optimizer)) as worker:
+            assert worker.peaks(StepShape(((4,),), "rank"))[0] > 0
+            state = worker._trainee.optimizers.given.state[worker._trainee.models.given.scale]
             assert {name: str(value.device) for name, value in state.items()} == {
                 "step": "cpu",
                 "exp_avg": f"{KIND}:1",
@@ -556,6 +556,6 @@ assert emulated.contexts()[os.getpid()] == (1,), emulated.contexts()
 
     def test_what_a_model_puts_on_the_accelerator_goes_where_it_runs(self):
         """On the second device alone, `device="cuda"` in a forward still meant the first."""
-        with running(f"{KIND}:1", on_its_device(OnItsDevice)) as runtime:
-            assert runtime.peaks(StepShape(((8,),), "rank"))[0] > 0
+        with running(f"{KIND}:1", on_its_device(OnItsDevice)) as worker:
+            assert worker.peaks(StepShape(((8,),), "rank"))[0] > 0
         assert backend(KIND).current_device() == 0

@@ -1,4 +1,4 @@
-"""Turn the arguments of tune() into a workload and its runtime, and give the model back unchanged."""
+"""Turn the arguments of tune() into a workload and its worker, and give the model back unchanged."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_borrowed_model_is_given_back_where_it_can_not_be_followed(error):
 
     workload = small(model, loss_fn=None, compute_loss=fail)
     with ExitStack() as closing, pytest.raises((UserCodeError, KeyboardInterrupt)):
-        staged(workload, CPU, closing).runtime.facts()
+        staged(workload, CPU, closing).worker.facts()
     assert [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())] == pointers
 
 

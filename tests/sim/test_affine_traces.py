@@ -18,7 +18,7 @@ from autosplit.runtime.protocol import StepShape
 from autosplit.sim import simulated
 from autosplit.sim.affine_traces import AffineTraces
 from autosplit.sim.op_cost import Work
-from autosplit.sim.simulated import SimulatedRuntime, traced_parts, traced_peaks
+from autosplit.sim.simulated import SimulatedWorker, traced_parts, traced_peaks
 from autosplit.sim.tracer import Tracer, make_tracer
 from autosplit.tuning.tune import tune
 from autosplit.workload.workload import Workload
@@ -66,7 +66,7 @@ def test_a_short_last_micro_step_is_told_by_the_first(name, machine):
     workload = ALL[name]()
     devices = parse_devices(machine)
     (tracer, _), (full, _) = (make_tracer(workload, like_gpu=True) for _ in range(2))
-    told, followed = (SimulatedRuntime(devices, (2**60,) * 3, traces) for traces in (AffineTraces(tracer), full))
+    told, followed = (SimulatedWorker(devices, (2**60,) * 3, traces) for traces in (AffineTraces(tracer), full))
     first = (4, 6, 6)[: len(devices)]
     told.measure(StepShape((first,) * 2))
     runs = tracer.runs
@@ -87,7 +87,7 @@ def test_a_last_share_of_one_that_spares_much_is_followed():
     workload = Workload(model, (torch.randn(4, 8, 32), torch.randn(4, 1)), loss_fn=F.mse_loss)
     devices = parse_devices("sim:3xRTX3090")
     (tracer, _), (full, _) = (make_tracer(workload, like_gpu=True) for _ in range(2))
-    told, followed = (SimulatedRuntime(devices, (2**60,) * 3, traces) for traces in (AffineTraces(tracer), full))
+    told, followed = (SimulatedWorker(devices, (2**60,) * 3, traces) for traces in (AffineTraces(tracer), full))
     shape = StepShape(((4, 6, 6), (4, 6, 6), (0, 1, 1)))
     assert told.measure(shape).seconds == pytest.approx(followed.measure(shape).seconds, rel=0.01)
 
@@ -102,12 +102,12 @@ def test_one_sample_beside_others_is_not_followed_where_alone_it_holds_and_takes
     devices = parse_devices("sim:3xH100-80GB")
     (tracer, _), (full, _) = (make_tracer(ALL["lstm"](), like_gpu=True) for _ in range(2))
     traces = AffineTraces(tracer)
-    told, followed = (SimulatedRuntime(devices, (2**60,) * 3, source) for source in (traces, full))
+    told, followed = (SimulatedWorker(devices, (2**60,) * 3, source) for source in (traces, full))
     traces.trace(StepShape(((1,),)))
     runs = tracer.runs
     for split in ((1, 1, 0), (1, 7, 0), (7, 1, 0), (0, 1, 1)):
         with mock.patch.object(simulated, "_source_of", simulated._Whole):
-            ours, theirs = (runtime.measure(StepShape((split,))) for runtime in (told, followed))
+            ours, theirs = (worker.measure(StepShape((split,))) for worker in (told, followed))
         assert ours.seconds == pytest.approx(theirs.seconds, rel=0.01)
         assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=1.1e-5)
     assert tracer.runs <= runs + 2, "a step of two devices, and a step that leaves device 0 idle"
@@ -190,7 +190,7 @@ def test_a_plan_for_what_follows_no_line_is_that_of_its_own_step(name, devices):
     full, _ = make_tracer(ODD[name](), like_gpu=True)
     cards = parse_devices(devices)
     splits = (plan.split,) * plan.accumulation_steps
-    step = SimulatedRuntime(cards, (2**60,) * len(cards), full).measure(StepShape(splits))
+    step = SimulatedWorker(cards, (2**60,) * len(cards), full).measure(StepShape(splits))
     assert tuple(device.peak_bytes for device in plan.devices) == step.peak_bytes
     assert plan.samples_per_s == pytest.approx(512 / step.seconds, rel=1e-6)
 

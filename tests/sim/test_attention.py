@@ -16,7 +16,7 @@ from autosplit.sim.attention import AttentionCall, chosen_backend
 from autosplit.sim.cuda_functions import CudaFunctions
 from autosplit.sim.fake_copy import fake_mode
 from autosplit.sim.gpu_kernels import GpuKernels
-from autosplit.sim.simulated import SimulatedRuntime
+from autosplit.sim.simulated import SimulatedWorker
 from autosplit.sim.tracer import make_tracer
 from autosplit.torch_versions import cudnn_attention_rules
 from autosplit.workload.workload import Workload
@@ -100,7 +100,7 @@ def test_each_gpu_of_a_machine_runs_its_own_attention():
 
     def peaks(spec):
         devices = parse_devices(spec)
-        return SimulatedRuntime(devices, (2**60,) * len(devices), tracer).peaks(StepShape(((8, 8),)))
+        return SimulatedWorker(devices, (2**60,) * len(devices), tracer).peaks(StepShape(((8, 8),)))
 
     mixed, turned = peaks("sim:1xA100-40GB+1xT4"), peaks("sim:1xT4+1xA100-40GB")
     alike, others = peaks("sim:2xA100-40GB"), peaks("sim:2xT4")

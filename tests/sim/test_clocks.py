@@ -13,7 +13,7 @@ from autosplit.runtime.protocol import StepShape
 from autosplit.sim.affine_traces import AffineTraces
 from autosplit.sim.clocks import Clocks
 from autosplit.sim.op_cost import Work
-from autosplit.sim.simulated import SimulatedRuntime
+from autosplit.sim.simulated import SimulatedWorker
 from autosplit.sim.tracer import make_tracer
 
 MACHINES = {
@@ -31,13 +31,13 @@ def test_sixty_micro_steps_are_told_by_few(name):
     traces = AffineTraces(make_tracer(ALL[name](), like_gpu=True)[0])
     for machine, splits in MACHINES.items():
         devices = parse_devices(machine)
-        runtime = SimulatedRuntime(devices, (2**60,) * len(devices), traces)
+        worker = SimulatedWorker(devices, (2**60,) * len(devices), traces)
         for split in splits:
             shape = StepShape((*(split,) * 60, tuple(samples // 2 for samples in split)))
             with mock.patch.object(Clocks, "_is_steady", return_value=False):
-                played = runtime.measure(shape)
+                played = worker.measure(shape)
             with mock.patch.object(Clocks, "work", autospec=True, side_effect=Clocks.work) as works:
-                told = runtime.measure(shape)
+                told = worker.measure(shape)
             once = sum(isinstance(event, Work) for event in traces.trace(StepShape((split,), accumulates=True)).micro)
             assert works.call_count < 12 * once, "sixty were"
             assert told.seconds == pytest.approx(played.seconds, rel=1e-9)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from autosplit import find_ceiling
 from autosplit.devices.spec import parse_devices
 from autosplit.oom import OutOfMemoryError
-from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.cpu import CpuWorker
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
 from autosplit.sim.simulated import traced_peaks
@@ -36,9 +36,9 @@ def reader(length: int, *, bidirectional: bool = False) -> Workload:
     return Workload(Reader(bidirectional=bidirectional), batch, loss_fn=F.cross_entropy, optimizer=torch.optim.AdamW)
 
 
-def cpu_runtime(workload: Workload, capacity_bytes: int = ROOM) -> CpuRuntime:
+def cpu_worker(workload: Workload, capacity_bytes: int = ROOM) -> CpuWorker:
     trainee = training_copy(workload, device=torch.device("cpu"))
-    return CpuRuntime(parse_devices(f"cpu:{capacity_bytes}B"), (capacity_bytes,), trainee, largest_batch=256)
+    return CpuWorker(parse_devices(f"cpu:{capacity_bytes}B"), (capacity_bytes,), trainee, largest_batch=256)
 
 
 @pytest.mark.parametrize("length", [for_release(6), 12, for_release(40)])
@@ -48,10 +48,10 @@ def test_traced_peaks_are_real_ones(length, bidirectional):
     workload = reader(length, bidirectional=bidirectional)
     tracer, reason = make_tracer(workload, like_gpu=False)
     assert reason is None
-    runtime = cpu_runtime(workload)
+    worker = cpu_worker(workload)
     for n in (1, 2, 5, 16, 17, 33, 64):
         shape = StepShape(((n,),))
-        assert traced_peaks(tracer, shape) == runtime.peaks(shape)
+        assert traced_peaks(tracer, shape) == worker.peaks(shape)
 
 
 @pytest.mark.parametrize("length", [for_release(6), 12])
@@ -59,9 +59,9 @@ def test_traced_peaks_are_real_ones(length, bidirectional):
 def test_an_exact_ceiling_is_found_although_memory_grows_unevenly(length, samples):
     """oneDNN rounds the blocks of an LSTM, so a line through small steps is some percent off."""
     workload = reader(length)
-    capacity = cpu_runtime(workload).peaks(StepShape(((samples,),)))[0]
+    capacity = cpu_worker(workload).peaks(StepShape(((samples,),)))[0]
     found = find_ceiling(workload, f"cpu:{capacity}B", role="primary", max_batch_size=256, exact=True)
     assert found.ooms == 1
-    cpu_runtime(workload, capacity).peaks(StepShape(((found.batch_size,),)))
+    cpu_worker(workload, capacity).peaks(StepShape(((found.batch_size,),)))
     with pytest.raises(OutOfMemoryError):
-        cpu_runtime(workload, capacity).peaks(StepShape(((found.batch_size + 1,),)))
+        cpu_worker(workload, capacity).peaks(StepShape(((found.batch_size + 1,),)))

@@ -20,7 +20,7 @@ from autosplit.runtime.protocol import StepShape
 from autosplit.sim import simulated
 from autosplit.sim.clocks import Clocks
 from autosplit.sim.op_cost import Work
-from autosplit.sim.simulated import SimulatedRuntime, _play, _reduced, _Whole, traced_parts, traced_peaks
+from autosplit.sim.simulated import SimulatedWorker, _play, _reduced, _Whole, traced_parts, traced_peaks
 from autosplit.sim.tracer import Tracer, make_tracer
 from autosplit.torch_versions import cublas_workspace_bytes
 from autosplit.workload.workload import Workload
@@ -68,12 +68,12 @@ def tracers():
     return tracer
 
 
-def runtime(tracer: Tracer, spec: str, *, capacities=None, kind: type = SimulatedRuntime) -> SimulatedRuntime:
+def worker(tracer: Tracer, spec: str, *, capacities=None, kind: type = SimulatedWorker) -> SimulatedWorker:
     devices = parse_devices(spec)
     return kind(devices, capacities or (UNLIMITED,) * len(devices), tracer)
 
 
-class Whole(SimulatedRuntime):
+class Whole(SimulatedWorker):
     """Traces every step on all its devices. Composed steps are compared with it."""
 
     def measure(self, shape, *, budget_s=0.0):
@@ -96,7 +96,7 @@ class TestComposition:
     def test_is_the_whole_step(self, name, machine, tracers):
         """It was compared with itself, and sums of gradients waited for copies in only one of the two."""
         tracer = tracers(name)
-        composed, whole = runtime(tracer, machine), runtime(tracer, machine, kind=Whole)
+        composed, whole = worker(tracer, machine), worker(tracer, machine, kind=Whole)
         for splits in MACHINES[machine]:
             shape = StepShape(splits)
             ours, theirs = composed.measure(shape), whole.measure(shape)
@@ -113,7 +113,7 @@ class TestComposition:
 
 def test_what_device_0_does_with_outputs_is_started_after_they_were_made(tracers):
     """Device 0 without samples started the loss at once, during a forward. Such steps were predicted 48% too fast."""
-    machine = runtime(tracers("cnn"), "sim:2xRTX3090")
+    machine = worker(tracers("cnn"), "sim:2xRTX3090")
     alone, elsewhere = (machine.measure(StepShape((split,) * 26)).seconds for split in [(2, 0), (0, 2)])
     assert elsewhere > alone
 
@@ -125,7 +125,7 @@ class TestKeptReplicas:
     @pytest.mark.parametrize("split", [(400, 600, 600), for_release((0, 800, 800))], ids=str)
     def test_is_the_whole_step(self, name, split, tracers):
         tracer = tracers(name)
-        machine = runtime(tracer, "sim:1xRTX3090+2xRTX2080Ti")
+        machine = worker(tracer, "sim:1xRTX3090+2xRTX2080Ti")
         shape = StepShape((split, split, split, tuple(n // 2 for n in split)))
         followed = tracer._run(shape)
         clocks = Clocks(machine._specs, replicas=sum(map(bool, split)))
@@ -144,13 +144,13 @@ class TestKeptReplicas:
 class TestTime:
     def test_the_same_answer_twice(self, tracers):
         shape = StepShape(((3, 5),))
-        found = [runtime(tracers("cnn"), "sim:2xRTX3090").measure(shape) for _ in range(2)]
+        found = [worker(tracers("cnn"), "sim:2xRTX3090").measure(shape) for _ in range(2)]
         fresh, _ = make_tracer(cnn(), like_gpu=True)
-        assert found[0] == found[1] == runtime(fresh, "sim:2xRTX3090").measure(shape)
+        assert found[0] == found[1] == worker(fresh, "sim:2xRTX3090").measure(shape)
         assert found[0].error_s == 0
 
     def test_small_kernels_wait_for_the_host(self):
-        machine = runtime(make_tracer(cnn(), like_gpu=True)[0], "sim:2xH100-80GB")
+        machine = worker(make_tracer(cnn(), like_gpu=True)[0], "sim:2xH100-80GB")
         small, double = (machine.measure(StepShape(((n, 0),))).seconds for n in (2, 4))
         assert double == pytest.approx(small, rel=0.02)
         both = machine.measure(StepShape(((2, 2),)))
@@ -162,10 +162,10 @@ class TestTime:
 class TestMemory:
     def test_a_full_card_is_named(self, tracers):
         shape = StepShape(((4, 6, 6),))
-        peaks = runtime(tracers("cnn"), "sim:3xRTX3090").peaks(shape)
+        peaks = worker(tracers("cnn"), "sim:3xRTX3090").peaks(shape)
         for index in range(3):
             capacities = tuple(peak - (position == index) for position, peak in enumerate(peaks))
-            machine = runtime(tracers("cnn"), "sim:3xRTX3090", capacities=capacities)
+            machine = worker(tracers("cnn"), "sim:3xRTX3090", capacities=capacities)
             for ask in (machine.peaks, machine.measure):
                 with pytest.raises(
                     OutOfMemoryError, match=rf"RTX.*3090\) is out of memory: {shape.splits[0][index]} samples"
@@ -176,7 +176,7 @@ class TestMemory:
                 assert caught.value.requested_bytes == peaks[index]
                 assert caught.value.capacity_bytes == peaks[index] - 1
                 assert "\n" not in str(caught.value)
-        fits = runtime(tracers("cnn"), "sim:3xRTX3090", capacities=peaks)
+        fits = worker(tracers("cnn"), "sim:3xRTX3090", capacities=peaks)
         assert fits.peaks(shape) == peaks == traced_peaks(tracers("cnn"), shape)
 
     @pytest.mark.parametrize(("micro_steps", "times"), [(1, 2), (2, 3)])
@@ -232,7 +232,7 @@ class TestRealTensors:
         assert not tracer.fake
         assert "(NotImplementedError: the kernel" in reason
         assert "\n" not in reason
-        found = runtime(tracer, "sim:2xRTX3090").measure(StepShape(((2, 3),)))
+        found = worker(tracer, "sim:2xRTX3090").measure(StepShape(((2, 3),)))
         assert found.seconds > 0
         assert all(found.peak_bytes)
 

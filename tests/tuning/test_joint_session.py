@@ -43,7 +43,7 @@ from autosplit.probe.request import checked_request
 from autosplit.profiles import store as profiles
 from autosplit.profiles.key import ProfileKey, machine_of, workload_of
 from autosplit.profiles.validity import usable_here
-from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.cpu import CpuWorker
 from autosplit.runtime.model_copy import training_copy
 from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.proposals import Proposer
@@ -53,9 +53,9 @@ from autosplit.solve.step_time import RankStepTime, StepTime, TimeCurve
 from autosplit.solve.trial import Trial
 from autosplit.tuning import rank_group as jobs
 from autosplit.tuning.peers import Failure, Interrupts, Peers
+from autosplit.tuning.process import agreed
 from autosplit.tuning.rank_steps import RankSteps
 from autosplit.tuning.tune import TuningInterrupted
-from autosplit.tuning.worker import agreed
 
 DEVICES = "cpu:400KiB,cpu:200KiB"
 LIMIT_S = 450
@@ -184,8 +184,8 @@ def without_memory() -> list[Any]:
     found = []
     with jobs.joined(request) as job:
         given = workload()
-        runtime = CpuRuntime(job.devices, job.capacities_bytes, training_copy(given, device=job.device), 64)
-        steps = RankSteps(given, runtime, job.device, job.peers, backend="gloo", options=DdpOptions().keywords())
+        worker = CpuWorker(job.devices, job.capacities_bytes, training_copy(given, device=job.device), 64)
+        steps = RankSteps(given, worker, job.device, job.peers, backend="gloo", options=DdpOptions().keywords())
         for sizes in ((100_000, 4), (4, 100_000), (100_000, 4), (4, 4), (4, 100_000), (4, 4)):
             result = steps.measured([sizes[rank_here()]], budget_s=0.1)
             found.append((result.rank, result.message) if isinstance(result, Failure) else len(result[0]))
@@ -203,8 +203,8 @@ def batches_made() -> int:
 
     with jobs.joined(checked_request(devices=DEVICES, strategy="ddp")) as job:
         given = workload(make_batch=make)
-        runtime = CpuRuntime(job.devices, job.capacities_bytes, training_copy(given, device=job.device), 64)
-        steps = RankSteps(given, runtime, job.device, job.peers, backend="gloo", options=DdpOptions().keywords())
+        worker = CpuWorker(job.devices, job.capacities_bytes, training_copy(given, device=job.device), 64)
+        steps = RankSteps(given, worker, job.device, job.peers, backend="gloo", options=DdpOptions().keywords())
         steps._dry = lambda _sizes: made.clear() or 0  # makes its own batch
         steps.measured([4, 3], budget_s=0.1)
         steps.close()
@@ -240,9 +240,9 @@ def spinning_for_one_without_memory() -> list[Any]:
                     raise error
 
             given = workload(compute_loss=Trap(spring, after=2))
-            runtime = CpuRuntime(job.devices, job.capacities_bytes, training_copy(given, device=job.device), 64)
+            worker = CpuWorker(job.devices, job.capacities_bytes, training_copy(given, device=job.device), 64)
             options = DdpOptions().keywords()
-            steps = RankSteps(given, runtime, job.device, job.peers, backend=spinning.NAME, options=options)
+            steps = RankSteps(given, worker, job.device, job.peers, backend=spinning.NAME, options=options)
             for _ in range(2):
                 result = steps.measured([4], budget_s=0.1)
                 found.append((result.rank, result.message) if isinstance(result, Failure) else len(result[0]))

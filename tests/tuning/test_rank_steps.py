@@ -20,8 +20,8 @@ def test_a_dry_pass_peaks_at_its_own_batch():
 
     Without a wrapper, only the dry pass moves the batch, which is made on the host.
     """
-    runtime = SimpleNamespace(devices=(SimpleNamespace(label=f"{KIND}:0"),))
-    steps = RankSteps(small(), runtime, card(0), Peers(0, 1, None, Interrupts()), backend="gloo", options={})
+    worker = SimpleNamespace(devices=(SimpleNamespace(label=f"{KIND}:0"),))
+    steps = RankSteps(small(), worker, card(0), Peers(0, 1, None, Interrupts()), backend="gloo", options={})
     steps._trainee = training_copy(steps.workload, device=steps.device)
     steps._models = steps._trainee.models
     try:

@@ -39,14 +39,14 @@ from autosplit.profiles.key import ProfileKey
 from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.profiles.store import NOT_SAVED
 from autosplit.runtime import prepare as staging
-from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.cpu import CpuWorker
 from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
 from autosplit.solve.memory import Ceiling
 from autosplit.tuning import recall as recalling
 from autosplit.tuning import tune as tuning
+from autosplit.tuning.process import Process, Processes, alone
 from autosplit.tuning.recall import Recalled
 from autosplit.tuning.tune import tune
-from autosplit.tuning.worker import Worker, Workers, alone
 from autosplit.workload.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
@@ -88,7 +88,7 @@ def kept_plan() -> Plan:
 # ----------------------------------------------------------------------------------------------------- other machines
 
 
-class TwinRuntime(CpuRuntime):
+class TwinWorker(CpuWorker):
     """Runs the steps of fake GPUs on the CPU, and measures peaks like a GPU."""
 
     ran: list[tuple[tuple[int, ...], ...]]
@@ -117,12 +117,12 @@ def twins(monkeypatch) -> Callable[..., list[Any]]:
     """Act as a machine with two GPUs. Called again, act as an identical machine except for the given changes."""
     ran: list[tuple[tuple[int, ...], ...]] = []
 
-    def real_runtime(found: Any, capacities_bytes: Any, workload: Workload, most: int, closing: Any) -> TwinRuntime:
+    def local_worker(found: Any, capacities_bytes: Any, workload: Workload, most: int, closing: Any) -> TwinWorker:
         trainee = staging.training_copy(workload, device=torch.device("cpu"))
         closing.callback(trainee.restore)
-        runtime = TwinRuntime(found, capacities_bytes, trainee, most)
-        runtime.ran = ran
-        return runtime
+        worker = TwinWorker(found, capacities_bytes, trainee, most)
+        worker.ran = ran
+        return worker
 
     def be(serial: int, driver: str = "580", others: int = 0) -> list[Any]:
         two = cards("NVIDIA A100", "NVIDIA A100")
@@ -133,7 +133,7 @@ def twins(monkeypatch) -> Callable[..., list[Any]]:
         ran.clear()
         return ran
 
-    monkeypatch.setattr(staging, "_real_runtime", real_runtime)
+    monkeypatch.setattr(staging, "_local_worker", local_worker)
     monkeypatch.setattr(key, "_total_bytes", lambda _device: 24 * GIB)
     return be
 
@@ -183,7 +183,7 @@ def test_a_twin_on_which_the_step_does_not_fit_tunes_anew(twins, monkeypatch):
     first = tune(wide(), devices="cuda", **OPTIONS)
     twins(2)
     most = max(first.split) - 1  # the times of the CPU choose the split, so no number is known beforehand
-    monkeypatch.setattr(TwinRuntime, "most_samples", most)
+    monkeypatch.setattr(TwinWorker, "most_samples", most)
     anew = tune(wide(), devices="cuda", **OPTIONS)
     assert max(anew.split) <= most
     assert anew.notes[0].kind == "tuned-again"
@@ -221,11 +221,11 @@ def test_less_free_memory_on_the_cards_is_solved_again_and_confirmed(twins, no_s
 def _steady_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward takes 1 ms and a sample 1 us. On a busy machine, measured times favoured the smallest batch."""
 
-    def measure(_self: CpuRuntime, shape: StepShape, *, budget_s: float) -> Measurement:
+    def measure(_self: CpuWorker, shape: StepShape, *, budget_s: float) -> Measurement:
         assert budget_s > 0
         return Measurement(1e-3 * len(shape.splits) + 1e-6 * sum(map(sum, shape.splits)), update_s=1e-4)
 
-    monkeypatch.setattr(CpuRuntime, "measure", measure)
+    monkeypatch.setattr(CpuWorker, "measure", measure)
 
 
 @pytest.mark.usefixtures("_steady_times")
@@ -299,12 +299,12 @@ def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_f
     kib = int(fixed + share * (most - fixed)) // 1024
     lowered = request_for(on(kib), effective, strategy=strategy, max_batch_size=1024)
     key = ProfileKey({}, {}, {})
-    with Worker(alone(lowered, {}), lambda _number: make) as worker:
-        workers = Workers(worker)
-        workers.ask(Worker.build)
-        workers.prepare(lowered, key)
+    with Process(alone(lowered, {}), lambda _number: make) as process:
+        processes = Processes(process)
+        processes.ask(Process.build)
+        processes.prepare(lowered, key)
         found = Recalled(whole, Path("ab12.json"), short="less memory is free")
-        again, _ = recalling.tried_again(key, lowered, found, workers)
+        again, _ = recalling.tried_again(key, lowered, found, processes)
     assert again is not None
     assert again != whole
     assert all(device.peak_bytes <= device.capacity_bytes == kib * 1024 for device in again.devices)

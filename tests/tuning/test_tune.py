@@ -137,13 +137,13 @@ class TestSimulated:
         with ExitStack() as closing:
             request = checked_request(devices=machine)
             built = build(workload_source(workload, None, {}), request.devices)
-            runtime = prepare(
+            worker = prepare(
                 built, request.devices, request.capacities_bytes, closing, largest_batch=request.max_batch_size
-            ).runtime
+            ).worker
             for fast in range(128, 256, 8):
                 split = tuple(fast if index < 3 else 256 - fast for index in range(6))
                 slowest[fast] = max(
-                    runtime.measure(one_alone(split, index), budget_s=0.01).seconds for index in (0, 3) if split[index]
+                    worker.measure(one_alone(split, index), budget_s=0.01).seconds for index in (0, 3) if split[index]
                 )
         best = min(slowest, key=lambda fast: slowest[fast])
         assert abs(shares[0] - best) <= 8, (shares, best)

@@ -18,9 +18,9 @@ from autosplit.devices.device import Device
 from autosplit.errors import AutosplitError, from_user_code, one_line, users_errors
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError, StepLostError, is_kernel_limit, is_oom
-from autosplit.runtime.accelerator import AcceleratorRuntime
+from autosplit.runtime.accelerator import AcceleratorWorker
 from autosplit.runtime.child_process import UNHURRIED_S, Child, ChildLostError, LostCauseError
-from autosplit.runtime.cpu import MOST_FEW, CpuRuntime
+from autosplit.runtime.cpu import MOST_FEW, CpuWorker
 from autosplit.runtime.protocol import Facts, Measurement, StepMemory, StepShape
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.memory import MemoryParts
@@ -28,7 +28,7 @@ from autosplit.workload.workload import Workload
 
 T = TypeVar("T")
 
-RealRuntime = CpuRuntime | AcceleratorRuntime
+LocalWorker = CpuWorker | AcceleratorWorker
 
 START_LIMIT_S = 60.0
 """Minimum time limit for importing torch and building a workload, even near the end of the tuning's time limit."""
@@ -55,11 +55,11 @@ After this many hanging calls, also stop at the end of the time limit.
 """
 
 
-class IsolatedRuntime:
-    """A runtime in a separate process, which starts immediately and loads in the background.
+class ChildWorker:
+    """A worker in a separate process, which starts immediately and loads in the background.
 
     Args:
-        make: A picklable function that makes the real runtime in that process. Its argument is the largest number of
+        make: A picklable function that makes the real worker in that process. Its argument is the largest number of
             samples of the smallest step that predicts others.
         deadline_s: `time.monotonic()` of the time limit, or None. One call may take at most half of the remaining time.
             A smaller step can then still run.
@@ -72,7 +72,7 @@ class IsolatedRuntime:
 
     def __init__(
         self,
-        make: Callable[[int], RealRuntime],
+        make: Callable[[int], LocalWorker],
         devices: tuple[Device, ...],
         *,
         deadline_s: float | None = None,
@@ -312,24 +312,24 @@ def _take_over(settings: _Settings) -> None:
 
 
 class _Served:
-    """The real runtime. It converts errors, so that the parent can raise them."""
+    """The real worker. It converts errors, so that the parent can raise them."""
 
-    def __init__(self, make: Callable[[], RealRuntime], settings: _Settings) -> None:
+    def __init__(self, make: Callable[[], LocalWorker], settings: _Settings) -> None:
         _take_over(settings)
         with users_errors("the workload"):
-            self._runtime = make()
+            self._worker = make()
         self._ran = False
 
     def capacities(self) -> tuple[int, ...]:
-        return self._runtime.capacities_bytes
+        return self._worker.capacities_bytes
 
     def run(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, int]:
-        """Call a method of the runtime. Also return the number of steps that it ran."""
-        before = self._runtime.steps
-        return self._guarded(partial(getattr(self._runtime, name), *args, **options)), self._runtime.steps - before
+        """Call a method of the worker. Also return the number of steps that it ran."""
+        before = self._worker.steps
+        return self._guarded(partial(getattr(self._worker, name), *args, **options)), self._worker.steps - before
 
     def ask(self, function: Callable[[Workload], T]) -> T:
-        return self._guarded(lambda: function(self._runtime.workload))
+        return self._guarded(lambda: function(self._worker.workload))
 
     def _guarded(self, run: Callable[[], T]) -> T:
         try:
@@ -339,7 +339,7 @@ class _Served:
         except (Exception, SystemExit) as error:
             if self._device_is_lost():
                 raise LostCauseError(
-                    f"lost the {self._runtime.devices[0].kind.upper()} device: {one_line(error)}"
+                    f"lost the {self._worker.devices[0].kind.upper()} device: {one_line(error)}"
                 ) from error
             if is_oom(error, smaller_ran=self._ran):
                 raise OutOfMemoryError(f"Out of memory: {one_line(error)}. Use fewer samples.") from error
@@ -353,7 +353,7 @@ class _Served:
 
     def _device_is_lost(self) -> bool:
         try:
-            for device in self._runtime.devices:
+            for device in self._worker.devices:
                 if is_accelerator(device.kind):
                     backend(device.kind).synchronize(device.index)
         except RuntimeError:

@@ -26,11 +26,11 @@ from autosplit.oom import OutOfMemoryError
 from autosplit.probe import gradient_runs, prober, request
 from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.runtime import child_process
-from autosplit.runtime import subprocess_runtime as isolated
+from autosplit.runtime import child_worker as isolated
 from autosplit.runtime.child_process import ChildLostError, LostCauseError
+from autosplit.runtime.child_worker import ChildWorker, StepLostError
 from autosplit.runtime.prepare import Built, build, prepare
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.subprocess_runtime import IsolatedRuntime, StepLostError
 from autosplit.solve import optuna_search
 from autosplit.tuning.tune import tune
 
@@ -42,15 +42,15 @@ def rank(n: int) -> StepShape:
     return StepShape(((n,),), "rank")
 
 
-def isolated_runtime(source, devices, capacities_bytes, closing):
-    return prepare(Built(source, small()), devices, capacities_bytes, closing, largest_batch=512, isolate=True).runtime
+def child_worker_of(source, devices, capacities_bytes, closing):
+    return prepare(Built(source, small()), devices, capacities_bytes, closing, largest_batch=512, isolate=True).worker
 
 
 @pytest.fixture
 def start():
     """Start the process for a workload's steps."""
     with ExitStack() as closing:
-        yield lambda source: isolated_runtime(source, CPU, CAPACITIES, closing)
+        yield lambda source: child_worker_of(source, CPU, CAPACITIES, closing)
     assert multiprocessing.active_children() == []
 
 
@@ -61,7 +61,7 @@ def start():
 def test_it_measures_what_is_measured_here_and_goes_on_after_a_death(start):
     source = partial(deadly, "kill", 100)
     with ExitStack() as closing:
-        here = prepare(build(source, CPU), CPU, CAPACITIES, closing, largest_batch=512).runtime
+        here = prepare(build(source, CPU), CPU, CAPACITIES, closing, largest_batch=512).worker
         there = start(source)
         assert there.exact == here.exact
         assert [there.peaks(rank(n)) for n in (4, 9)] == [here.peaks(rank(n)) for n in (4, 9)]
@@ -95,7 +95,7 @@ def test_the_live_model_stays_where_it_is(start):
     assert not any(tensor.is_shared() for tensor in after.values())
 
 
-# The runtime's rules, with a fake process
+# The worker's rules, with a fake process
 
 
 class FakeChild:
@@ -145,15 +145,15 @@ def hung():
 
 
 @pytest.fixture
-def runtime(monkeypatch):
-    """A runtime of two devices with a fake process and a stopped clock."""
+def worker(monkeypatch):
+    """A worker of two devices with a fake process and a stopped clock."""
     monkeypatch.setattr(isolated, "Child", FakeChild)
     monkeypatch.setattr(isolated, "time", clock)
     clock.now = 1000.0
 
     def of(deadline_s=None):
         devices = parse_devices("cpu:1MiB,cpu:1MiB")
-        made = IsolatedRuntime(lambda: None, devices, deadline_s=deadline_s)
+        made = ChildWorker(lambda: None, devices, deadline_s=deadline_s)
         return made, FakeChild.last
 
     return of
@@ -163,8 +163,8 @@ def limits(child):
     return [call[-1] for call in child.calls]
 
 
-def test_what_a_process_died_of_is_not_run_again(runtime):
-    apart, child = runtime()
+def test_what_a_process_died_of_is_not_run_again(worker):
+    apart, child = worker()
     child.answers = [(1,), killed()]
     apart.peaks(rank(4))
     for _ in range(2):
@@ -177,8 +177,8 @@ def test_what_a_process_died_of_is_not_run_again(runtime):
 @pytest.mark.parametrize(
     ("split", "device", "index"), [((0, 8), "cpu:1", 1), ((8, 0), "cpu:0", 0), ((8, 4), None, None)]
 )
-def test_a_lost_step_names_its_device_where_that_is_known(runtime, split, device, index):
-    apart, child = runtime()
+def test_a_lost_step_names_its_device_where_that_is_known(worker, split, device, index):
+    apart, child = worker()
     child.answers = [killed()]
     with pytest.raises(OutOfMemoryError) as caught:
         apart.peaks(StepShape((split,)))
@@ -186,9 +186,9 @@ def test_a_lost_step_names_its_device_where_that_is_known(runtime, split, device
     assert isinstance(caught.value, torch.OutOfMemoryError)
 
 
-def test_a_new_process_may_start_its_devices_and_copy_the_model_there(runtime):
+def test_a_new_process_may_start_its_devices_and_copy_the_model_there(worker):
     """After a hang, the next process had 3 s for its first call. CUDA's start and a large copy take longer."""
-    apart, child = runtime()
+    apart, child = worker()
     apart.devices = tuple(replace(device, kind="cuda") for device in apart.devices)
     child.takes_s, child.answers = 0.01, [(1,), hung()]
     apart.peaks(rank(4))
@@ -248,7 +248,7 @@ def test_switches_of_kernels_hold_in_the_other_process(change, undo, seen):
 
 
 class Failing:
-    """A runtime on a GPU whose steps raise the next prepared error."""
+    """A worker on a GPU whose steps raise the next prepared error."""
 
     devices = (replace(CPU[0], kind="cuda", index=1),)
     steps = 0
@@ -264,7 +264,7 @@ class Failing:
 
 
 def served(monkeypatch, *errors, is_lost=False):
-    """Serve a runtime here. Its GPU answers or not."""
+    """Serve a worker here. Its GPU answers or not."""
 
     def synchronize(index):
         assert index == 1
@@ -285,32 +285,32 @@ def test_an_error_after_which_cuda_answers_no_more_costs_the_process(monkeypatch
 
 def test_every_way_to_run_out_of_memory_is_one(monkeypatch):
     errors = (RuntimeError("CUDA error: out of memory"), MemoryError(), RuntimeError("std::bad_alloc"))
-    runtime = served(monkeypatch, *errors)
+    worker = served(monkeypatch, *errors)
     for _ in errors:
         with pytest.raises(OutOfMemoryError, match=r"^Out of memory: "):
-            runtime.run("peaks", (rank(4),), {})
+            worker.run("peaks", (rank(4),), {})
 
 
 def test_what_may_mean_memory_means_it_after_a_step_that_ran(monkeypatch):
     error = RuntimeError("GET was unable to find an engine to execute this computation")
-    runtime = served(monkeypatch, error, None, error)
+    worker = served(monkeypatch, error, None, error)
     with pytest.raises(RuntimeError) as caught:
-        runtime.run("peaks", (rank(4),), {})
+        worker.run("peaks", (rank(4),), {})
     assert caught.value is error
-    runtime.run("peaks", (rank(4),), {})
+    worker.run("peaks", (rank(4),), {})
     with pytest.raises(OutOfMemoryError):
-        runtime.run("peaks", (rank(4),), {})
+        worker.run("peaks", (rank(4),), {})
 
 
 @pytest.mark.gpu
 def test_a_failed_assertion_in_a_kernel_costs_one_call():
     devices = parse_devices(f"{accelerator_kind()}:0")
     with ExitStack() as closing:
-        runtime = isolated_runtime(partial(deadly, "kernel assertion", 64), devices, (2**30,), closing)
-        before = runtime.peaks(rank(4))
+        worker = child_worker_of(partial(deadly, "kernel assertion", 64), devices, (2**30,), closing)
+        before = worker.peaks(rank(4))
         with pytest.raises(StepLostError, match=f"lost the {accelerator_kind().upper()} device"):
-            runtime.peaks(rank(64))
-        assert runtime.peaks(rank(4)) == before
+            worker.peaks(rank(64))
+        assert worker.peaks(rank(4)) == before
 
 
 @pytest.mark.gpu

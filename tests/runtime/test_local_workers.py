@@ -1,4 +1,4 @@
-"""The runtime of the CPU, the clock, and separate processes."""
+"""The worker of the CPU, the clock, and separate processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workloads import char_gpt, cnn, recurrent, small
 
 from autosplit.devices.spec import parse_devices
 from autosplit.oom import OutOfMemoryError
-from autosplit.runtime.cpu import NO_PARTS, CpuRuntime
+from autosplit.runtime.cpu import NO_PARTS, CpuWorker
 from autosplit.runtime.memory_tracker import rounded
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
@@ -23,24 +23,24 @@ from autosplit.runtime.timing import median_error, timed
 from autosplit.workload.workload import Workload
 
 
-def runtime(spec: str, workload: Workload | None = None, largest_batch: int = 512) -> CpuRuntime:
+def worker(spec: str, workload: Workload | None = None, largest_batch: int = 512) -> CpuWorker:
     devices = parse_devices(spec)
     trainee = training_copy(workload or small(), device=torch.device("cpu"))
-    return CpuRuntime(devices, tuple(device.capacity_bytes for device in devices), trainee, largest_batch)
+    return CpuWorker(devices, tuple(device.capacity_bytes for device in devices), trainee, largest_batch)
 
 
 class TestCpu:
     def test_an_idle_device_holds_nothing(self):
-        assert runtime("cpu:1MiB,cpu:1MiB").peaks(StepShape(((6, 0),)))[1] == 0
+        assert worker("cpu:1MiB,cpu:1MiB").peaks(StepShape(((6, 0),)))[1] == 0
 
     def test_a_rank_is_alone_wherever_it_stands(self):
-        machine = runtime("cpu:1MiB,cpu:1MiB")
+        machine = worker("cpu:1MiB,cpu:1MiB")
         first = machine.peaks(StepShape(((6, 0),), "rank", num_ranks=2))
         second = machine.peaks(StepShape(((0, 6),), "rank", num_ranks=2))
         assert second == first[::-1]
 
     def test_the_device_that_is_full_is_named_and_the_next_step_runs(self):
-        machine = runtime("cpu:1MiB,cpu:16KiB")
+        machine = worker("cpu:1MiB,cpu:16KiB")
         with pytest.raises(OutOfMemoryError, match="cpu:1 is out of memory") as caught:
             machine.peaks(StepShape(((4, 64),)))
         assert (caught.value.device, caught.value.device_index) == ("cpu:1", 1)
@@ -51,7 +51,7 @@ class TestCpu:
         assert machine.peaks(StepShape(((4, 4),))) == before
 
     def test_random_numbers_go_on_as_if_nothing_had_run(self):
-        machine = runtime("cpu:1MiB")
+        machine = worker("cpu:1MiB")
         before = torch.get_rng_state()
         machine.peaks(StepShape(((6,),)))
         machine.measure(StepShape(((6,),)), budget_s=0.01)
@@ -88,27 +88,27 @@ SHAPES = [
 class TestPredicted:
     @pytest.mark.parametrize("make", [mlp, cnn, small, frozen_first, for_release(lambda: char_gpt(width=32, depth=1))])
     def test_is_what_a_step_takes_to_the_byte(self, make):
-        machine = runtime("cpu:1GiB,cpu:1GiB,cpu:1GiB", make())
+        machine = worker("cpu:1GiB,cpu:1GiB,cpu:1GiB", make())
         for shape in SHAPES:
             assert tuple(parts.total_bytes for parts in machine.predicted(shape)) == machine.peaks(shape), shape
 
     @pytest.mark.parametrize(("make", "split"), [(mlp, (1, 0)), (mlp, (9, 1)), (all_pairs, (64, 0))])
     def test_is_exact_for_a_batch_of_one_and_for_a_loss_over_all_pairs(self, make, split):
-        machine, shape = runtime("cpu:1GiB,cpu:1GiB", make()), StepShape((split,))
+        machine, shape = worker("cpu:1GiB,cpu:1GiB", make()), StepShape((split,))
         assert tuple(parts.total_bytes for parts in machine.predicted(shape)) == machine.peaks(shape)
 
     @pytest.mark.parametrize(("is_onednn", "within"), [(True, 0.05), (False, 0.0)])
     def test_an_lstm_of_many_samples(self, is_onednn, within, monkeypatch):
         """oneDNN rounds an LSTM's blocks. The curve through three small steps predicted ten times the memory."""
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", is_onednn)
-        machine, shape = runtime("cpu:1GiB", recurrent(nn.LSTM), 4096), StepShape(((2000,),))
+        machine, shape = worker("cpu:1GiB", recurrent(nn.LSTM), 4096), StepShape(((2000,),))
         (parts,), (peak_bytes,) = machine.predicted(shape), machine.peaks(shape)
         assert parts.total_bytes == pytest.approx(peak_bytes, rel=within, abs=0)
 
     def test_needs_few_steps_of_few_samples(self):
         seen = set()
         loss_fn = lambda outputs, targets: seen.add(len(targets)) or F.cross_entropy(outputs, targets)
-        machine = runtime("cpu:1GiB", small(loss_fn=loss_fn))
+        machine = worker("cpu:1GiB", small(loss_fn=loss_fn))
         machine.predicted(StepShape(((37,),)))
         assert seen == {4, 8, 12}
         steps = machine.steps
@@ -119,16 +119,16 @@ class TestPredicted:
     def test_runs_no_batch_above_the_largest(self):
         seen = set()
         loss_fn = lambda outputs, targets: seen.add(len(targets)) or F.cross_entropy(outputs, targets)
-        machine = runtime("cpu:1GiB", small(loss_fn=loss_fn), largest_batch=5)
+        machine = worker("cpu:1GiB", small(loss_fn=loss_fn), largest_batch=5)
         assert machine.predicted(StepShape(((5,),)))[0].total_bytes == machine.peaks(StepShape(((5,),)))[0]
         assert seen == {2, 4, 5}
 
     def test_a_device_without_a_rank_holds_nothing(self):
-        assert runtime("cpu:1GiB,cpu:1GiB").predicted(StepShape(((0, 9),), "rank"))[0] == NO_PARTS
+        assert worker("cpu:1GiB,cpu:1GiB").predicted(StepShape(((0, 9),), "rank"))[0] == NO_PARTS
 
     @pytest.mark.parametrize("splits", [((5,),), ((2, 3),), ((3, 4), (3, 4))], ids=str)
     def test_what_is_frozen_has_neither_gradient_nor_optimizer_state(self, splits):
-        machine = runtime(",".join(["cpu:1GiB"] * len(splits[0])), frozen_first())
+        machine = worker(",".join(["cpu:1GiB"] * len(splits[0])), frozen_first())
         parts = machine.predicted(StepShape(splits))[0]
         held_bytes, trained_bytes = (
             sum(rounded(p.nbytes) for p in machine.trainee.parameters() if p.requires_grad or not only_trained)
@@ -140,7 +140,7 @@ class TestPredicted:
 
 class TestFacts:
     def test_are_shown_by_small_steps(self):
-        machine = runtime("cpu:1GiB")
+        machine = worker("cpu:1GiB")
         found = machine.facts()
         assert found.least_batch == 2, "BatchNorm1d raises an error for one sample"
         assert found.gradient_bytes == sum(p.nbytes for p in machine.trainee.parameters())
@@ -151,7 +151,7 @@ class TestFacts:
     def test_a_parameter_that_no_layer_uses_is_unused(self):
         workload = small()
         workload.model[3].idle = nn.Parameter(torch.ones(3))
-        assert runtime("cpu:1GiB", workload).facts().leaves_unused
+        assert worker("cpu:1GiB", workload).facts().leaves_unused
 
 
 class TestTimed:

@@ -1,4 +1,4 @@
-"""Run a tuning in one or several processes. Each process is a worker. Rank 0 (or the only process) drives all workers.
+"""Run a tuning in one or several processes. Rank 0, or the only process, drives all of them.
 
 rank 0        send function f | collect results | send g | collect results | ... | end: return the plan
 other ranks   run f           | send result     | run g  | send result     | ... |      return the same plan
@@ -86,7 +86,7 @@ def alone(request: Request, machine: dict[str, Any]) -> Job:
     return Job(None, peers, request.devices, request.capacities_bytes, request, machine)
 
 
-class Worker(AbstractContextManager["Worker"]):
+class Process(AbstractContextManager["Process"]):
     """Build and measure the workload in one process, on this process's own devices.
 
     Args:
@@ -94,7 +94,7 @@ class Worker(AbstractContextManager["Worker"]):
 
     Attributes:
         built: The current workload, after `build`.
-        prepared: The workload and its runtime, after `prepare`.
+        prepared: The workload and its worker, after `prepare`.
         prober: Measures this process's devices, after `prepare`.
         steps: Runs steps of all ranks together, after `begin_steps`. None before.
     """
@@ -161,27 +161,27 @@ class Worker(AbstractContextManager["Worker"]):
             deadline_s=deadline_s,
             described=described,
         )
-        runtime = self.prepared.runtime
+        worker = self.prepared.worker
         ranks = self.peers.world_size if job.has_peers else 0
-        self.prober = Prober(runtime, self.workload, largest_batch, num_ranks=ranks, deadline_s=deadline_s)
+        self.prober = Prober(worker, self.workload, largest_batch, num_ranks=ranks, deadline_s=deadline_s)
         # The session and the prober refer to each other. Break this cycle. Otherwise the copy stays in memory after the
         # tuning, because torch refers to a part of the cycle in a way that the garbage collector can't follow.
         self._closing.callback(setattr, self.prober, "report", str)
-        capacities_bytes = runtime.capacities_bytes
+        capacities_bytes = worker.capacities_bytes
         return (*self.prober.notes(), *self.prepared.notes), capacities_bytes
 
     def begin_steps(self, options: DdpOptions) -> None:
         """Prepare steps of all ranks together, which replace the measurements of single devices."""
         from autosplit.tuning.rank_steps import RankSteps
 
-        job, runtime = self.job, self.prober.runtime
+        job, worker = self.job, self.prober.worker
         if is_accelerator(job.request.kind):
             self._probing.close()  # free the GPU's memory before all ranks step together
             # From now on, the allocator may hold at most this rank's capacity, or the user's own limit.
-            most_bytes = runtime.capacities_bytes[0]
+            most_bytes = worker.capacities_bytes[0]
             self._closing.enter_context(bounded(backend(job.request.kind), job.device, most_bytes))
         self.steps = RankSteps(
-            self.workload, runtime, job.device, self.peers, backend=job.backend, options=options.keywords()
+            self.workload, worker, job.device, self.peers, backend=job.backend, options=options.keywords()
         )
         self._closing.callback(self.steps.close)
 
@@ -214,19 +214,19 @@ class Worker(AbstractContextManager["Worker"]):
         return self.job.place is None or not self.job.place.local_rank
 
 
-class Workers:
-    """Call functions on all workers of a job, from the process that drives the tuning.
+class Processes:
+    """Call functions in all processes of a job, from the process that drives the tuning.
 
     Attributes:
-        own: The worker in the driver's process, which is rank 0 or the only process.
+        own: The process that drives, which is rank 0 or the only process.
     """
 
-    def __init__(self, own: Worker) -> None:
+    def __init__(self, own: Process) -> None:
         self.own, self.job, self._peers = own, own.job, own.peers
         self._raised: list[tuple[BaseException, int]] = []
 
     def ask(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """Call a function with every worker at the same time, and return the results in the order of the ranks.
+        """Call a function in every process at the same time, and return the results in the order of the ranks.
 
         In a job of several ranks, the function must be importable. Its arguments and results must be picklable.
 
@@ -258,7 +258,7 @@ class Workers:
         Returns:
             The request, with the memory that is free after the isolated processes have started, and notes.
         """
-        found = self.ask(Worker.prepare, request.largest_batch, request.deadline.remaining_s, key.workload)
+        found = self.ask(Process.prepare, request.largest_batch, request.deadline.remaining_s, key.workload)
         first = found[0][0]
         others = [
             Note(note.kind, f"rank {rank}: {note}")
@@ -281,7 +281,7 @@ class Workers:
         """
         if not self.job.has_peers:
             return self.own.prober.step(splits, budget_s=budget_s, copies_s=copies_s)
-        found = self.ask(Worker.step, splits, budget_s)[0]
+        found = self.ask(Process.step, splits, budget_s)[0]
         if isinstance(found, Failure):
             raise OutOfMemoryError(f"rank {found.rank}: {found.message}", device_index=found.rank)
         peaks, measured = found
@@ -289,18 +289,18 @@ class Workers:
 
     def counted(self) -> tuple[int, int]:
         """Return the numbers of real steps and of out-of-memory errors of all processes."""
-        steps, ooms = zip(*self.ask(Worker.counted), strict=True)
+        steps, ooms = zip(*self.ask(Process.counted), strict=True)
         joint = 0 if self.own.steps is None else self.own.steps.ooms  # each rank counted the same errors
         return sum(steps), sum(ooms) - joint * (len(ooms) - 1)
 
     def losses(self) -> tuple[Note, ...]:
         """Return notes on isolated processes that died on any rank."""
-        return tuple(dict.fromkeys(itertools.chain(*self.ask(Worker.losses))))
+        return tuple(dict.fromkeys(itertools.chain(*self.ask(Process.losses))))
 
     def amended(self, plan: Plan, **changes: Any) -> Plan:
         """Return a plan with changes. Also apply the changes to its profiles on all machines."""
         if self.job.request.profile != "off":
-            self.ask(Worker.amend, plan, changes)
+            self.ask(Process.amend, plan, changes)
         return replaced(plan, **changes)
 
     def end_for(self, error: BaseException) -> _End:
@@ -327,20 +327,20 @@ class _End:
     order: int | None = None
 
 
-def drive(worker: Worker, run: Callable[[Workers], T]) -> T:
+def drive(process: Process, run: Callable[[Processes], T]) -> T:
     """Run a tuning on rank 0, and run its orders on the other ranks. Every rank returns or raises the same."""
-    peers = worker.peers
+    peers = process.peers
     if peers.rank > 0:
-        return _serve(worker)  # type: ignore[no-any-return]  # rank 0 returned it
-    workers = Workers(worker)
+        return _serve(process)  # type: ignore[no-any-return]  # rank 0 returned it
+    processes = Processes(process)
     try:
-        value = run(workers)
+        value = run(processes)
     except (Exception, KeyboardInterrupt) as error:
         # After Ctrl-C between two messages, or the loss of a rank, the other ranks expect no last message.
-        if worker.job.has_peers and not peers.is_cut_off(error):
-            _leave(peers, workers.end_for(error))
+        if process.job.has_peers and not peers.is_cut_off(error):
+            _leave(peers, processes.end_for(error))
         raise
-    if worker.job.has_peers:
+    if process.job.has_peers:
         _leave(peers, _End(value))
     return value
 
@@ -350,9 +350,9 @@ def _leave(peers: Peers, end: _End) -> None:
     peers.part()
 
 
-def _serve(worker: Worker) -> Any:
+def _serve(process: Process) -> Any:
     """Run rank 0's orders until rank 0 ends the tuning."""
-    peers = worker.peers
+    peers = process.peers
     raised: dict[int, BaseException] = {}
     while True:
         order = peers.ordered(None)
@@ -367,7 +367,7 @@ def _serve(worker: Worker) -> Any:
             continue  # rank 0 raises KeyboardInterrupt for all ranks
         function, args = order
         try:
-            peers.answers(partial(function, worker, *args))
+            peers.answers(partial(function, process, *args))
         except Exception as error:  # noqa: BLE001  # rank 0 gets the failure, and ends the tuning or continues
             raised[peers.orders] = error
 
