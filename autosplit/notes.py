@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 from autosplit.text import prose
 
+NOT_FINITE = "gradient-not-finite"
+"""Kind of the note, and code of the error, if the loss or its gradient has NaN or infinity."""
+
+TIMES_DISAGREE = "times-disagree"
+"""Kind of the note on doubtful times."""
+
 
 @dataclass(frozen=True)
 class Note:

@@ -33,6 +33,9 @@ LONGEST_STEP_S = 2.0
 MOST_GROWTH = 1.5
 """Largest growth factor of the batch from one step to the next, on a GPU that uses the host's memory.
 
+The first step has one sample. The factor may be larger if the step would fill at most half of the memory even if all of
+its bytes beyond those of every step grew with the samples.
+
 With a factor of 2, a step of 75% of the capacity ran out of memory on an emulated device. The allocator reserved more
 than the earlier steps had shown.
 """
@@ -236,14 +239,14 @@ def _by_steps(predictions: _Predictions, role: Role, start: int, most: int) -> t
         int(FILLED_SHARE * capacity_bytes) if careful else capacity_bytes,
         least,
         most,
-        start=max(start, least),
+        start=least if careful else max(start, least),
         known=equal if place != index else 0,
         counted=counted,
     )
     n = search.next() if most >= least else None
     while n is not None:
         if careful and search.found:
-            n = min(n, max(search.found + 1, int(MOST_GROWTH * search.found)))
+            n = min(n, max(search.found + 1, int(MOST_GROWTH * search.found), search.safe(search.found) // 2))
         before, shape = prober.steps, predictions.shape_of(n)
         try:
             with named_steps(shape):
@@ -267,7 +270,7 @@ def _by_steps(predictions: _Predictions, role: Role, start: int, most: int) -> t
         if prober.out_of_time and search.found:
             break
         n = search.next()
-        if n is None and prober.exact and not careful and 0 < search.found < most and search.failed != search.found + 1:
+        if n is None and (prober.exact or (counted and search.is_uneven)) and search.has_neighbour and not careful:
             n = search.found + 1  # Add one sample at a time until a step fails.
     prober.found_on[kind] = index, search.found
     return search, limit
@@ -303,7 +306,7 @@ def _why_not(prober: Prober, index: int, needed_bytes: int) -> str:
     device, capacity_bytes = prober.worker.devices[index], prober.worker.capacities_bytes[index]
     where = f"{device.label} ({device.name})"
     fits = needed_bytes <= capacity_bytes
-    lost = [note.text for note in getattr(prober.worker, "notes", ())]  # Only an isolated worker has notes.
+    lost = [note.text for note in prober.worker.notes]
     if fits and (lost or prober.out_of_time):
         return (
             f"No step of the workload finished on {where}: "

@@ -92,10 +92,8 @@ def find_ceiling(
         found = ceiling_of(prober, index, role)
         if found.batch_size == 0:
             raise does_not_fit(prober, index)
-        lost = () if prepared.isolated is None else prepared.isolated.notes
-        return replace(
-            found, role=asked, device=request.devices[0].label, notes=(*prober.notes(), *prepared.notes, *lost)
-        )
+        notes = (*prober.notes(), *prepared.notes, *prober.worker.notes)
+        return replace(found, role=asked, device=request.devices[0].label, notes=notes)
 
 
 def _holding(workload: Workload, role: Role) -> Workload:

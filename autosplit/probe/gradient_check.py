@@ -19,7 +19,7 @@ from torch import nn
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import NotFiniteError, WorkloadError, ends_tracebacks, one_line, users_errors
-from autosplit.notes import Note
+from autosplit.notes import NOT_FINITE, Note
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_comparison import LEAST_SAMPLES, Comparison, begin
 from autosplit.probe.gradient_runs import TooDearError
@@ -81,9 +81,6 @@ def check(workload: Any) -> tuple[Check, ...]:
         _log.info("%s", one)
     return found
 
-
-NOT_FINITE = "gradient-not-finite"
-"""Code of the error, and kind of the note, if the loss or its gradient has NaN or infinity."""
 
 NOT_FINITE_TEXT = (
     "The loss of the sample batch, or its gradient, is NaN or infinite. Expected finite numbers. Train a few steps in "

@@ -44,6 +44,12 @@ STEP_DOWN = 0.02
 COUNTED_STEP_DOWN = 0.05
 """`STEP_DOWN` if bytes are counted exactly. Then the next step that runs shows how many samples to add again."""
 
+UNEVEN = 0.002
+"""Smallest error of a prediction that was corrected by steps, as a fraction, at which memory counts as uneven.
+
+oneDNN rounds the blocks of an LSTM, so its memory is not a line.
+"""
+
 MOST_STEPS = 8
 STEPS_NEEDED = 3
 """Number of steps that a size near the wall may take. No size is begun that could exceed `MOST_STEPS` in total."""
@@ -72,6 +78,7 @@ class WallSearch:
         reserved: Peak bytes that the allocator reserved, by number of samples.
         counted: Whether bytes are counted exactly rather than by an allocator. Then a step that failed needed more
             bytes than the capacity.
+        is_uneven: Whether a step needed other bytes than the steps before it predicted.
         blind: Whether steps fail for a reason other than memory, such as a kernel's limit or a process that died.
     """
 
@@ -86,12 +93,15 @@ class WallSearch:
     reserved: dict[int, int] = field(default_factory=dict)
     failed: int | None = None
     steps: int = 0
+    is_uneven: bool = False
     blind: bool = False
     counted: bool = False
     _failures: int = 0
 
     def ran(self, n: int, allocated_bytes: int, reserved_bytes: int, steps: int) -> None:
         """Record a size that ran."""
+        if len(self.allocated) > 1:
+            self.is_uneven |= abs(self.corrected(n) - allocated_bytes) > UNEVEN * allocated_bytes
         self.allocated[n] = allocated_bytes
         self.reserved[n] = reserved_bytes
         self.steps += steps
@@ -108,6 +118,11 @@ class WallSearch:
     def found(self) -> int:
         """The largest size that ran, or 0."""
         return max((n for n in self.allocated if self.failed is None or n < self.failed), default=0)
+
+    @property
+    def has_neighbour(self) -> bool:
+        """Whether a batch of one more sample than `found` has not been run."""
+        return 0 < self.found < self.most and self.failed != self.found + 1
 
     def next(self) -> int | None:
         """Return the size to run next, or None if no further step is worth its cost."""
@@ -150,7 +165,7 @@ class WallSearch:
         if len(self.allocated) == 1 and self.failed is None and not self.known:
             return self._second(low, full)
         if self.predict is None and is_far:  # A long extrapolation is inaccurate.
-            return min(int(AGREE * full), max(LONGEST_LEAP * low, self._safe(low) // 2))
+            return min(int(AGREE * full), max(LONGEST_LEAP * low, self.safe(low) // 2))
         if self._is_sharp:
             least = (low + high) // 2 if self.counted else 0
             return min(full, max(self._below(high), least)) if self._failures else full
@@ -160,7 +175,7 @@ class WallSearch:
             return careful  # The wall is above the largest size to try.
         return careful if low * (1 + CAREFUL_GAIN) <= careful <= high * (1 - STEP_DOWN) else (low + full + 1) // 2
 
-    def _safe(self, low: int) -> int:
+    def safe(self, low: int) -> int:
         """Return a size whose tensors fit: the peak grows at most in proportion to the samples, beyond `held_bytes`."""
         grown_bytes = max(1, self.allocated[low] - self.held_bytes)
         return low * max(0, self.capacity_bytes - self.held_bytes) // grown_bytes
@@ -180,7 +195,7 @@ class WallSearch:
         """
         predict = self.predict
         if predict is None:
-            return min(max(2 * low, self._safe(low) // 2), self.most)
+            return min(max(2 * low, self.safe(low) // 2), self.most)
         beyond = max(0.0, self.reserved[low] - predict(low))
         careful = self._fitting(lambda n: predict(n) + beyond * n / low, low, self.most + 1)
         if careful >= AGREE * full:

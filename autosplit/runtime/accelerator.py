@@ -23,6 +23,7 @@ from autosplit.accelerators import backend, bounded, own_limit_bytes
 from autosplit.devices.device import Device
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.devices.spec import parse_devices
+from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
 from autosplit.runtime.model_copy import training_copy
@@ -78,6 +79,7 @@ class AcceleratorWorker:
     """
 
     exact = False
+    notes: tuple[Note, ...] = ()
 
     def __init__(self, devices: tuple[Device, ...], capacities_bytes: tuple[int, ...], workload: Workload) -> None:
         self.devices = devices
@@ -103,6 +105,10 @@ class AcceleratorWorker:
         rooms = [device.capacity_bytes - kept for device, kept in zip(now, self._reserved_bytes, strict=True)]
         own = [own_limit_bytes(self._backend, gpu) for gpu in self._gpus]
         return twinned(self.devices, [max(0, min(limits)) for limits in zip(self._most_bytes, rooms, own, strict=True)])
+
+    def ask(self, function: Callable[[Workload], T]) -> T:
+        """Call a function on the workload."""
+        return function(self.workload)
 
     def facts(self) -> Facts:
         """Return what a step of one or two samples shows. If it does not fit, only the layers are known."""

@@ -9,9 +9,11 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from typing import TypeVar
 
 from autosplit.devices.device import Device
 from autosplit.errors import one_line
+from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
 from autosplit.runtime.linear_memory import CountedStep, predicted_parts, predicts
@@ -23,6 +25,8 @@ from autosplit.runtime.tracked_step import run_placed, run_until_settled, wrappe
 from autosplit.runtime.trainee import Trainee
 from autosplit.solve.memory import MemoryParts
 from autosplit.workload.workload import Workload
+
+T = TypeVar("T")
 
 MOST_FEW = 8
 """Default of the largest number of samples of the smallest step that predicts others. Such a step is short."""
@@ -43,6 +47,7 @@ class CpuWorker:
     """
 
     exact = False
+    notes: tuple[Note, ...] = ()
 
     def __init__(
         self,
@@ -65,6 +70,10 @@ class CpuWorker:
     def workload(self) -> Workload:
         """The workload that runs."""
         return self.trainee.workload
+
+    def ask(self, function: Callable[[Workload], T]) -> T:
+        """Call a function on the workload."""
+        return function(self.workload)
 
     def facts(self) -> Facts:
         """Return what small steps show, see `protocol.Facts`."""
@@ -94,9 +103,9 @@ class CpuWorker:
         base = tuple(few if index in varied else samples for index, samples in enumerate(split))
         kind = _short(replace(shape, splits=(base,) * min(2, len(shape.splits))))
         if kind not in self._counted:
-            # A loss over the whole batch may be quadratic in the samples. A third step shows this, for one device.
-            more = sizes[1:] if len(varied) == 1 else sizes[1:2]
-            others = [(*base[:index], size, *base[index + 1 :]) for index in varied for size in more]
+            # A loss over the whole batch may be quadratic in the samples. A third step of one device shows this.
+            pairs = [(index, size) for index in varied for size in (sizes[1:] if index == varied[0] else sizes[1:2])]
+            others = [(*base[:index], size, *base[index + 1 :]) for index, size in pairs]
             counted = [replace(kind, splits=(own,) * len(kind.splits)) for own in (base, *others)]
             self._counted[kind] = self._smooth([*map(self._count, counted)], kind)
         found = [NO_PARTS] * len(shape.splits[0])
@@ -106,12 +115,13 @@ class CpuWorker:
 
     def _smooth(self, steps: list[CountedStep], kind: StepShape) -> list[CountedStep]:
         """Replace three steps by two if a fourth is not on their curve. oneDNN rounds the blocks of an LSTM."""
-        split = tuple(4 * n if n > 1 else n for n in kind.splits[0])
-        is_one = sum(n > 1 for n in split) == 1 and max(split) <= self._largest_batch
-        if len(steps) < 3 or not is_one or predicts(steps[:2], steps[2]):
+        base, index = kind.splits[0], next((index for index, n in enumerate(kind.splits[0]) if n > 1), 0)
+        is_known = 4 * base[index] > self._largest_batch or len(steps) <= sum(n > 1 for n in base) + 1
+        if is_known or predicts(steps[:2], steps[2]):
             return steps
+        split = (*base[:index], 4 * base[index], *base[index + 1 :])
         other = self._count(replace(kind, splits=(split,) * len(kind.splits)))
-        return steps if predicts(steps, other) else [steps[0], other]
+        return steps if predicts(steps[:3], other) else [steps[0], other, *steps[3:]]
 
     known_parts = predicted
 

@@ -58,8 +58,8 @@ def predicted_parts(steps: Sequence[CountedStep], split: tuple[int, ...]) -> tup
     """Predict the parts of each device's peak for a split.
 
     Args:
-        steps: A first step, and for each device with samples one or more steps with other samples on this device only.
-            Each further step of a device increases the degree of the polynomial by 1.
+        steps: A first step, and a step with other samples on one device only, for each device with samples. One device
+            may have a second such step, which shows whether a storage is quadratic in all samples: a loss over pairs.
     """
     first, *others = steps
     if all(other.order == first.order for other in others):
@@ -79,16 +79,23 @@ def predicts(steps: Sequence[CountedStep], other: CountedStep) -> bool:
 
 
 def _evaluated(steps: Sequence[CountedStep], values: Sequence[_Numbers], split: tuple[int, ...]) -> _Numbers:
-    """Evaluate Lagrange's polynomial in each device's samples, beginning at the first step."""
-    total, base = values[0].copy(), steps[0].split
-    for index in range(len(split)):
-        places = [0, *(place for place, step in enumerate(steps) if step.split[index] != base[index])]
-        for place in places[1:]:
-            own = steps[place].split[index]
-            rest = [steps[other].split[index] for other in places if other != place]
-            share = np.prod([(split[index] - samples) / (own - samples) for samples in rest])
-            total += share * (values[place] - values[0])
-    return total
+    """Evaluate ``c + sum(s[i] * samples[i]) + q * sum(samples)**2``, of which the steps show c, s and q."""
+    base, slopes = steps[0].split, dict[int, tuple[int, _Numbers]]()
+    curvature = np.zeros_like(values[0])
+    for step, value in zip(steps[1:], values[1:], strict=True):
+        index = next(place for place, samples in enumerate(step.split) if samples != base[place])
+        distance = step.split[index] - base[index]
+        slope = (value - values[0]) / distance
+        if index in slopes:
+            curvature = (slope - slopes[index][1]) / (distance - slopes[index][0])
+        else:
+            slopes[index] = distance, slope
+    total, moved, counted = values[0].copy(), 0, 0
+    for index, (distance, slope) in slopes.items():
+        move = split[index] - base[index]
+        total += move * slope
+        moved, counted = moved + move, counted + move * distance
+    return total + curvature * (moved**2 - counted)  # each slope has a part of the curvature
 
 
 def _parts(blocks: _Numbers, kinds: NDArray[np.int64]) -> MemoryParts:

@@ -1,4 +1,4 @@
-"""Restore the live tensors that a workload's functions use outside the traced model copy.
+"""Restore the live tensors that a workload's functions use outside the model copy.
 
 A loss function may read the live model's parameters (a penalty), its own weights or a teacher model. A backward of the
 copy would leave gradients on them, some of them fake, and change their buffers. A loss with a memory bank or a running

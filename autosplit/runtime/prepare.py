@@ -28,7 +28,7 @@ from autosplit.torch_versions import FakeTensor
 from autosplit.workload.workload import PRECISIONS, Workload, precision_name
 
 if TYPE_CHECKING:
-    from autosplit.runtime.child_worker import ChildWorker, LocalWorker
+    from autosplit.runtime.child_worker import LocalWorker
 
 Source = Workload | Callable[[], Workload]
 """A workload, or a function that builds it."""
@@ -48,14 +48,12 @@ class Prepared:
 
     Attributes:
         notes: Notes on the workload and the devices.
-        isolated: The worker, if it runs the steps in a separate process.
         rebuild: Builds the workload again with real tensors. None if it already has real tensors.
     """
 
     workload: Workload
     worker: Worker
     notes: tuple[Note, ...]
-    isolated: ChildWorker | None = None
     rebuild: Callable[[], Workload] | None = None
 
 
@@ -175,16 +173,17 @@ def prepare(
         )
         return simulated
     closing.enter_context(quick_collections())
-    isolated = None
+    worker: Worker
     if isolate:
         from autosplit.runtime.child_worker import ChildWorker  # few users isolate steps
 
         make = functools.partial(_worker_of_source, built.source, devices, capacities_bytes, largest_batch)
-        isolated = ChildWorker(make, devices, deadline_s=deadline_s)
-        closing.callback(isolated.close)
-    worker = isolated or _local_worker(devices, capacities_bytes, built.workload, largest_batch, closing)
+        worker = ChildWorker(make, devices, deadline_s=deadline_s)
+        closing.callback(worker.close)
+    else:
+        worker = _local_worker(devices, capacities_bytes, built.workload, largest_batch, closing)
     held = _held_twice(built.workload, devices[0].kind, isolated=isolate)
-    return Prepared(built.workload, worker, (*held, *notes_on(devices)), isolated)
+    return Prepared(built.workload, worker, (*held, *notes_on(devices)))
 
 
 def _worker_of_source(

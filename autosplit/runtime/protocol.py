@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from autosplit.devices.device import Device
+from autosplit.notes import Note
 from autosplit.solve.memory import MemoryParts
 from autosplit.workload.model_call import LossRule
+from autosplit.workload.workload import Workload
+
+T = TypeVar("T")
 
 Arrangement = Literal["balanced", "rank", "eval"]
 """``balanced`` is BalancedDataParallel, ``rank`` is one DDP process, ``eval`` is a forward without gradients."""
@@ -106,7 +111,11 @@ class Facts:
 
 
 class Worker(Protocol):
-    """Run and measure training steps.
+    """Run and measure training steps on some devices.
+
+    There are four classes. `cpu.CpuWorker` and `accelerator.AcceleratorWorker` run steps in this process.
+    `child_worker.ChildWorker` has one of these in a process that can be killed. `sim.simulated.SimulatedWorker`
+    computes its answers.
 
     Attributes:
         exact: Whether bytes and times have no noise, because they are computed.
@@ -118,8 +127,15 @@ class Worker(Protocol):
     steps: int
 
     @property
+    def notes(self) -> tuple[Note, ...]:
+        """Notes on processes that died in a step. Empty for workers in this process."""
+
+    @property
     def capacities_bytes(self) -> tuple[int, ...]:
         """Memory that training may use on each device, without the reserve."""
+
+    def ask(self, function: Callable[[Workload], T]) -> T:
+        """Call a function on the workload, in the process that runs the steps."""
 
     def facts(self) -> Facts:
         """Return what small steps of the workload show.

@@ -80,13 +80,13 @@ def _examined(processes: Any, tell: Callable[[Any], None]) -> tuple[list[RankKin
     from autosplit.sim.simulated import SimulatedWorker
     from autosplit.tuning.process import Process
     from autosplit.tuning.run import POINT_BUDGET_S, Run
-    from autosplit.tuning.tune import tuned_anew
+    from autosplit.tuning.tune import measure_and_search
 
     processes.ask(Process.build)
     key = ProfileKey(processes.job.machine, processes.own.description(), {})
     request, notes = processes.prepare(processes.job.request, key)
     run = Run.of(processes, request, key, tell, notes)
-    plan = tuned_anew(run)
+    plan = measure_and_search(run)
     assert plan.fit is not None, "a plan for simulated ranks has a fit"
     prober, worker, kinds = run.prober, run.prober.worker, []
     assert isinstance(worker, SimulatedWorker), "a cluster has simulated GPUs"

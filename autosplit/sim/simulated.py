@@ -18,15 +18,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 from autosplit.devices.device import Device
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.devices.transfer import HOST
 from autosplit.errors import AutosplitError
+from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
 from autosplit.probe.prober import named_steps
 from autosplit.runtime.memory_tracker import rounded
@@ -42,6 +43,9 @@ from autosplit.sim.op_cost import Move, OpCost, Work
 from autosplit.sim.op_recorder import Event
 from autosplit.sim.tracer import Phase, Trace, Tracer
 from autosplit.solve.memory import MemoryParts
+from autosplit.workload.workload import Workload
+
+T = TypeVar("T")
 
 Traces = Tracer | AffineTraces
 """A source of traces. `Tracer` runs each step, and `AffineTraces` predicts most of them."""
@@ -62,6 +66,7 @@ class SimulatedWorker:
     """
 
     exact = True
+    notes: tuple[Note, ...] = ()
     steps = 0
 
     def __init__(
@@ -82,9 +87,17 @@ class SimulatedWorker:
         self.fused_share = fused_share
         self._specs = [device.spec for device in devices if device.spec is not None]
 
+    def ask(self, function: Callable[[Workload], T]) -> T:
+        """Call a function on the workload."""
+        return function(self._tracer.workload)
+
+    @property
+    def _tracer(self) -> Tracer:
+        return self.tracer.tracer if isinstance(self.tracer, AffineTraces) else self.tracer
+
     def facts(self) -> Facts:
         """Return what the traces show, see `protocol.Facts`."""
-        tracer = self.tracer.tracer if isinstance(self.tracer, AffineTraces) else self.tracer
+        tracer = self._tracer
         return Facts(
             least_batch=self._least_batch(tracer),
             leaves_unused=tracer.leaves_unused(),

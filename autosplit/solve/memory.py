@@ -54,7 +54,7 @@ class Ceiling:
         steps: Number of real training steps that were run to find the ceiling.
         ooms: Number of these steps that ran out of memory.
         confirmed: Whether a real step ran at exactly this size. Always False for a simulated GPU.
-        points: ``(samples, bytes, ran)`` for each size that was tried. ``ran`` is False for a trace.
+        points: ``(samples, bytes, ran)`` for each size that was tried. ``ran`` is False for a prediction.
         notes: Notes about processes that died while they ran steps, one for each cause.
     """
 
@@ -130,7 +130,7 @@ class MemoryParts:
     def of_peak(self, peak_bytes: int, *, measured: bool) -> MemoryParts | None:
         """Return parts that add up to `peak_bytes`, or None if the parts without activations already exceed it.
 
-        In a peak that a real step measured, more bytes than traced are untraced memory. Otherwise they are activations.
+        If a real step measured the peak, additional bytes are untraced memory. Otherwise they are activations.
         """
         more_bytes = peak_bytes - self.total_bytes
         if more_bytes >= 0 and measured:

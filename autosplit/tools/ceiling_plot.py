@@ -58,7 +58,7 @@ def _draw_ceiling(axes: Any, ceiling: Ceiling) -> None:
         label=f"{size_text(ceiling.fixed_bytes)} + {size_text(ceiling.bytes_per_sample)} per sample",
     )
     points = [point for point in ceiling.points if point[0] <= 2 * ceiling.batch_size]
-    for ran, marker, label in ((False, "x", "traced"), (True, "o", "ran")):
+    for ran, marker, label in ((False, "x", "predicted"), (True, "o", "ran")):
         chosen = [(n, nbytes / factor) for n, nbytes, it_ran in points if it_ran is ran]
         if chosen:
             axes.scatter(*zip(*chosen, strict=True), marker=marker, color="tab:blue", label=label)

@@ -228,7 +228,7 @@ def _memory_chart(plan: PlanRecord, place: str, alike: list[PlanDevice]) -> Char
     )
     unit, factor = unit_of(line.peak_bytes)
     marks = [
-        _mark("measured" if ran else "traced", n, nbytes / factor, f"{n:,} samples: {size_text(nbytes)}")
+        _mark("measured" if ran else "predicted", n, nbytes / factor, f"{n:,} samples: {size_text(nbytes)}")
         for n, nbytes, ran in line.points
         if n <= 1.5 * line.batch_size
     ] + [
@@ -250,7 +250,7 @@ def _memory_chart(plan: PlanRecord, place: str, alike: list[PlanDevice]) -> Char
 _MARKS = {
     "measured": ("circle", "var(--c1)", 80),
     "simulated": ("circle", "var(--c1)", 80),
-    "traced": ("triangle-up", "var(--c1)", 80),
+    "predicted": ("triangle-up", "var(--c1)", 80),
     "failed": ("cross", _BAD, 80),
     "this plan": (_STAR, _ACCENT, 350),
 }

@@ -209,7 +209,7 @@ def _points(
                 raise
             found = f"{error}. If another dimension was used as the length, pass make_batch(n, length=...)"
         else:
-            notes += processes.losses()
+            notes += processes.crash_notes()
         if isinstance(found, str):
             text = f"autosplit did not measure samples of length {length} and below, because {found}."
             notes.append(Note("lengths-not-measured", text))

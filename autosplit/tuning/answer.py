@@ -25,7 +25,7 @@ from autosplit.workload.workload import modules_of
 INTERRUPTED_NOTE = Note("interrupted", "The search was interrupted. This is the best plan so far.")
 
 
-def solved_plan(run: Run, survey: Survey, checks: tuple[Check, ...]) -> Plan:
+def solved_ranks_plan(run: Run, survey: Survey, checks: tuple[Check, ...]) -> Plan:
     """Return DDP's plan from measurements of single devices, without trials."""
     ddp, step_time = solve_ranks(run, survey.ranks, survey.step_time)
     if not ddp.ranks:
@@ -63,7 +63,7 @@ def split_plan(run: Run, survey: Survey, search: Search, best: Trial, checks: tu
     return _with_compiled(run, plan)
 
 
-def joint_plan(run: Run, survey: Survey, search: Search, best: Trial, checks: tuple[Check, ...]) -> Plan:
+def ranks_plan(run: Run, survey: Survey, search: Search, best: Trial, checks: tuple[Check, ...]) -> Plan:
     """Return DDP's plan for the best trial of all ranks together."""
     _confirm(run)
     answer = replace(quick_answer(run, survey, search, best), even_samples_per_s=search.even_rate(best))

@@ -17,22 +17,13 @@ from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
 from autosplit.solve.trial import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE, Trial, configuration_of
 from autosplit.workload.model_call import called_with
-from autosplit.workload.workload import Workload
+from autosplit.workload.workload import Workload, why_single
 
 DDP_NOTE = Note(
     "ddp-predicted",
     "With strategy 'ddp', autosplit predicted samples/s and memory from separate measurements of each device. The "
     "ranks ran no step together. The split lists the ranks' batch sizes. Use them with autosplit.ddp.setup().",
 )
-
-
-def why_single(workload: Workload) -> str | None:
-    """Return the reason why an optimizer step can't have several micro-steps, or None if it can."""
-    if workload.step is not None:
-        return "a custom step can't be accumulated"
-    if workload.loss_scope == "batch":
-        return "a loss over the whole batch (loss_scope='batch') can't be accumulated"
-    return None
 
 
 def accumulates(request: Request, workload: Workload) -> bool:

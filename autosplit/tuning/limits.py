@@ -17,7 +17,8 @@ from autosplit.solve.solver import WITHIN_REACH, Solver
 from autosplit.solve.split import accumulation_steps, proportional_split
 from autosplit.solve.step_time import StepTime, TimeCurve
 from autosplit.solve.trial import Trial
-from autosplit.tuning.assemble import accumulates, why_single
+from autosplit.tuning.assemble import accumulates
+from autosplit.workload.workload import why_single
 
 MOST_FORWARDS = 2**16
 """Largest number of forwards per optimizer step. A larger effective batch is probably the size of a dataset."""

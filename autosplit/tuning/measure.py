@@ -27,7 +27,7 @@ from autosplit.solve.split import even_split, whole_number
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
 from autosplit.text import size_text
 from autosplit.tuning.answer import compiled_note
-from autosplit.tuning.assemble import why_no_ranks, why_single
+from autosplit.tuning.assemble import why_no_ranks
 from autosplit.tuning.keywords import suggests_keywords
 from autosplit.tuning.limits import MOST_FORWARDS
 from autosplit.tuning.process import Job, Process, Processes, drive
@@ -36,7 +36,7 @@ from autosplit.tuning.run import POINT_BUDGET_S, TRIAL_BUDGET_S, Run
 from autosplit.tuning.survey import rank_fit
 from autosplit.tuning.tune import NO_GPU_NOTE, devices_of_process, process_for, quiet, users_code_named
 from autosplit.workload.compiled import has_compiled_parts
-from autosplit.workload.workload import Workload, modules_of
+from autosplit.workload.workload import Workload, modules_of, why_single
 
 PREDICTED_TEXT = (
     "strategy 'ddp' in one process: the time is computed from each device's own time, and no step of all ranks ran "
@@ -152,7 +152,7 @@ def _measured(
         simulated=request.simulated,
         predicted=found.predicted,
         rates=tuple(device.spec.rates for device in request.devices if device.spec is not None),
-        notes=(*run.notes, *predicted, *defaulted, *processes.losses()),
+        notes=(*run.notes, *predicted, *defaulted, *processes.crash_notes()),
     )
 
 

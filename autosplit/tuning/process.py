@@ -164,7 +164,7 @@ class Process(AbstractContextManager["Process"]):
         worker = self.prepared.worker
         ranks = self.peers.world_size if job.has_peers else 0
         self.prober = Prober(worker, self.workload, largest_batch, num_ranks=ranks, deadline_s=deadline_s)
-        # The session and the prober refer to each other. Break this cycle. Otherwise the copy stays in memory after the
+        # The run and the prober refer to each other. Break this cycle. Otherwise the copy stays in memory after the
         # tuning, because torch refers to a part of the cycle in a way that the garbage collector can't follow.
         self._closing.callback(setattr, self.prober, "report", str)
         capacities_bytes = worker.capacities_bytes
@@ -195,10 +195,9 @@ class Process(AbstractContextManager["Process"]):
         together = (0, 0) if self.steps is None else (self.steps.steps, self.steps.ooms)
         return self.prober.steps + together[0], self.prober.ooms + together[1]
 
-    def losses(self) -> tuple[Note, ...]:
+    def crash_notes(self) -> tuple[Note, ...]:
         """Return notes on isolated processes that died."""
-        isolated = self.prepared.isolated
-        return () if isolated is None else isolated.notes
+        return self.prepared.worker.notes
 
     def store(self, key: ProfileKey, plan: Plan) -> tuple[Path | None, tuple[Note, ...]]:
         """Save a plan as a profile. Only the first rank of each machine saves it."""
@@ -293,9 +292,9 @@ class Processes:
         joint = 0 if self.own.steps is None else self.own.steps.ooms  # each rank counted the same errors
         return sum(steps), sum(ooms) - joint * (len(ooms) - 1)
 
-    def losses(self) -> tuple[Note, ...]:
+    def crash_notes(self) -> tuple[Note, ...]:
         """Return notes on isolated processes that died on any rank."""
-        return tuple(dict.fromkeys(itertools.chain(*self.ask(Process.losses))))
+        return tuple(dict.fromkeys(itertools.chain(*self.ask(Process.crash_notes))))
 
     def amended(self, plan: Plan, **changes: Any) -> Plan:
         """Return a plan with changes. Also apply the changes to its profiles on all machines."""

@@ -11,6 +11,7 @@ from autosplit.probe.ceilings import ceiling_by_time, ceiling_of, does_not_fit
 from autosplit.probe.prober import timed_sizes
 from autosplit.runtime.accelerator import twinned
 from autosplit.solve.memory import Ceiling, Region
+from autosplit.solve.proposals import PATIENCE
 from autosplit.solve.search_space import Space
 from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import BACKWARD_SHARE, RankStepTime
@@ -67,7 +68,7 @@ def survey_ranks(run: Run) -> Survey:
     run.processes.ask(Process.begin_steps, options)
     step_time = _step_time(run, ranks, max(run.processes.ask(_all_reduce_seconds)))
     solver = Solver(_space(run, ranks, least_batch), step_time, tells_apart=LEAST_MEASURED_DIFFERENCE)
-    return Survey(tuple(rank.ceiling for rank in ranks), step_time, least_batch, options, solver)
+    return Survey(tuple(rank.ceiling for rank in ranks), step_time, least_batch, options, solver, patience=PATIENCE)
 
 
 def _space(run: Run, ranks: list[RankMeasurement], least_batch: int) -> Space:

@@ -7,16 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autosplit.errors import ProfileError, one_line
-from autosplit.notes import Note
+from autosplit.notes import NOT_FINITE, Note
 from autosplit.oom import OutOfMemoryError
-from autosplit.plan.explain import with_explanation
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import with_notes, with_path
-from autosplit.probe.gradient_check import NOT_FINITE
 from autosplit.probe.request import Request
 from autosplit.profiles import store as profiles
 from autosplit.profiles.key import ProfileKey
-from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.profiles.store import NOT_SAVED
 from autosplit.profiles.validity import differing_facts, memory_shortfall
 from autosplit.runtime.protocol import StepShape
@@ -54,7 +51,7 @@ class Recalled:
         """Whether the plan can be used unchanged."""
         return self.plan is not None and self.short is None and not self.differing
 
-    def told(self, *said: Note) -> Plan:
+    def with_notes(self, *said: Note) -> Plan:
         """Return the plan with these notes, followed by `notes`."""
         assert self.plan is not None
         return with_notes(self.plan, *said, *self.notes)
@@ -141,6 +138,8 @@ def kept(
         # A saved plan would repeat this warning even after the user has fixed the loss.
         failed = (Note(NOT_SAVED, "the plan is not saved, because the loss is not finite"),)
     elif is_saved:
+        from autosplit.plan.explain import with_explanation  # a stored plan has its explanation
+
         plan = with_explanation(plan)
         answers = processes.ask(Process.store, key, plan)
         path, failed = answers[0][0], tuple(dict.fromkeys(note for _, notes in answers for note in notes))
@@ -168,6 +167,8 @@ def tried_again(
     plan = found.plan
     assert plan is not None
     if found.short is not None:
+        from autosplit.profiles.less_memory import Lack, solved_again  # few tunings find less memory
+
         nbytes, least = processes.ask(_bucket_bytes_and_least)[0]
         plan = solved_again(plan, Lack(request.capacities_bytes, nbytes, least))
         if plan is None:
@@ -245,7 +246,7 @@ def _confirmed(key: ProfileKey, request: Request, found: Recalled, processes: Pr
     confirmed = Note(
         "confirmed-by-one-step", f"The saved plan was confirmed by one step: {'; '.join(found.differing)}."
     )
-    return replace(found, plan=plan).told(confirmed, Note("from-profile", f"{found.origin}; {REFRESH_HINT}"))
+    return replace(found, plan=plan).with_notes(confirmed, Note("from-profile", f"{found.origin}; {REFRESH_HINT}"))
 
 
 def _makeshift(request: Request, found: Recalled, again: Plan) -> Plan:
@@ -260,4 +261,4 @@ def _makeshift(request: Request, found: Recalled, again: Plan) -> Plan:
     devices = tuple(replace(planned, memory_bytes=device.capacity_bytes) for planned, device in here)
     again = with_facts(replace(again, devices=devices), request)
     smaller = Note("less-memory", text)
-    return replace(found, plan=again).told(smaller, Note("from-profile", f"{found.origin}; {REFRESH_HINT}"))
+    return replace(found, plan=again).with_notes(smaller, Note("from-profile", f"{found.origin}; {REFRESH_HINT}"))

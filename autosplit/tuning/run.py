@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from autosplit.notes import Note
 from autosplit.plan.record import DdpOptions
@@ -11,14 +12,14 @@ from autosplit.probe.prober import Prober
 from autosplit.probe.request import Request
 from autosplit.profiles.key import ProfileKey
 from autosplit.solve.memory import Ceiling
-from autosplit.solve.proposals import PATIENCE
-from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import StepTime
-from autosplit.tuning.assemble import why_single
-from autosplit.tuning.limits import Limits
 from autosplit.tuning.process import Processes
 from autosplit.tuning.progress import Progress, Reporter
-from autosplit.workload.workload import Workload
+from autosplit.workload.workload import Workload, why_single
+
+if TYPE_CHECKING:  # a stored plan needs neither
+    from autosplit.solve.solver import Solver
+    from autosplit.tuning.limits import Limits
 
 POINT_BUDGET_S = 0.5
 """Time limit in seconds for repeating the measurement of one size."""
@@ -85,7 +86,7 @@ class Survey:
         options: The options of DDP.
         solver: Proposes configurations. None if none is tried: DDP in one process is solved from the measurements.
         limits: Finds BalancedDataParallel's ceilings. None for DDP.
-        patience: See `proposals.PATIENCE`.
+        patience: See `proposals.PATIENCE`. 0 if nothing is tried.
     """
 
     ranks: tuple[Ceiling, ...]
@@ -94,4 +95,4 @@ class Survey:
     options: DdpOptions
     solver: Solver | None = None
     limits: Limits | None = None
-    patience: int = PATIENCE
+    patience: int = 0

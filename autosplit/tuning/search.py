@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from autosplit.notes import Note
+from autosplit.notes import TIMES_DISAGREE, Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.runtime.protocol import Measurement
 from autosplit.solve.optuna_search import search
@@ -22,9 +22,6 @@ _log = logging.getLogger(__name__)
 
 DOUBTFUL_ERROR = 0.3
 """Error of the fitted time model, as a fraction. Above it, the measured times are doubtful."""
-
-TIMES_DISAGREE = "times-disagree"
-"""Kind of the note on doubtful times."""
 
 TIME_LIMIT_NOTE = Note(
     "time-limit",

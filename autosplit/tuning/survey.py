@@ -19,9 +19,10 @@ from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
 from autosplit.solve.timed_sizes import TimedSize, curve_of, pooled
 from autosplit.solve.trial import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE
-from autosplit.tuning.assemble import solved_ranks, why_single
+from autosplit.tuning.assemble import solved_ranks
 from autosplit.tuning.limits import Limits
 from autosplit.tuning.run import POINT_BUDGET_S, TRIAL_BUDGET_S, Run, Survey
+from autosplit.workload.workload import why_single
 
 EXACT_PATIENCE = 1
 """`proposals.PATIENCE` for exact times. Then the solver's result and its neighbours are enough."""

@@ -1,4 +1,16 @@
-"""Define `tune()`: build, measure, fit the time model, search, and make the plan. Other modules have the algorithms."""
+"""Define `tune()`: the order of the stages. Other modules have the stages.
+
+`recall_or_tune`   build the workload | stored plan? return it, or confirm it by one step
+`measure_and_search`
+  check            compare the gradients of a whole and a split batch, on this machine's CPU
+  survey           ceilings and times of every device, from real steps. For `sim:` devices, computed from a trace
+  search           trials of whole steps (Optuna). Not for DDP in one process, which is solved from the survey
+  plan             the fastest trial, its ceilings, and DDP's settings
+
+In one process, all this runs here. In a job (strategy "ddp" under torchrun), all this runs on rank 0. The other ranks
+run rank 0's orders: every rank surveys its own device, and all ranks run each trial together. `drive` sends the orders,
+and every rank returns the same plan.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,23 +26,19 @@ from torch import Tensor, nn
 
 from autosplit.devices.device import Device
 from autosplit.errors import AutosplitError, InputError, ends_tracebacks, from_user_code, shown, warn_user
-from autosplit.notes import Note
+from autosplit.notes import NOT_FINITE, TIMES_DISAGREE, Note
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import replaced, with_notes
 from autosplit.probe.check_result import Check, changed
-from autosplit.probe.gradient_check import NOT_FINITE, checks_for, not_checked
 from autosplit.probe.request import Request, checked_request
 from autosplit.profiles.key import ProfileKey, machine_of
 from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.trainee import ran_a_step
-from autosplit.tuning.answer import interrupted_plan, joint_plan, solved_plan, split_plan
 from autosplit.tuning.keywords import suggests_keywords
 from autosplit.tuning.process import Process, Processes, agreed, alone, drive
 from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward
 from autosplit.tuning.recall import kept, nothing_run, recalled, tried_again
 from autosplit.tuning.run import Run, Survey
-from autosplit.tuning.search import TIMES_DISAGREE, Search
-from autosplit.tuning.survey import survey_alone, survey_split
 from autosplit.workload.workload import Workload
 
 _log = logging.getLogger(__name__)
@@ -224,6 +233,7 @@ def tuned(
 ) -> Plan:
     """Return the plan of a checked request, on every rank of a job. See `tune`."""
     with process_for(request, source_of, isolate=isolate) as process:
+        # Rank 0 runs this function, and the other ranks its orders. The job's request has the devices of all ranks.
         plan = drive(process, lambda processes: Tuning(processes, process.job.request, tell).plan())
     # A stored plan may have several lengths, which only `tune_lengths` requests.
     return plan if plan.lengths is None else replaced(plan, lengths=None)
@@ -231,7 +241,11 @@ def tuned(
 
 @dataclass(frozen=True)
 class Tuning:
-    """Tune the workload of these processes: return a stored plan, or measure and search."""
+    """A tuning, as rank 0 or the only process runs it.
+
+    Attributes:
+        processes: All processes that tune together. Each has a worker, which runs steps on the process's own devices.
+    """
 
     processes: Processes
     request: Request
@@ -245,15 +259,15 @@ class Tuning:
         """
         try:
             with users_code_named():
-                return _tuned(self)
+                return recall_or_tune(self)
         except TuningInterrupted:
             raise
-        except KeyboardInterrupt:  # Ctrl-C came before any plan was found.
+        except KeyboardInterrupt:  # there is no plan to return
             raise TuningInterrupted(None) from None
 
 
 def devices_of_process(devices: Any, strategy: str) -> Any:
-    """Return the devices that this process may use. For DDP, they are its part of the machine's devices."""
+    """Return the devices that this process may use. In a job that trains with DDP, they are its part of the devices."""
     if strategy != "ddp":
         return devices
     from autosplit.tuning.rank_group import own_part
@@ -295,48 +309,58 @@ def users_code_named() -> Iterator[None]:
         raise
 
 
-def _tuned(tuning: Tuning) -> Plan:
-    """Return the stored plan, or measure the devices, search, and store the plan."""
+def recall_or_tune(tuning: Tuning) -> Plan:
+    """Return the stored plan, or measure the devices, search, and store the plan.
+
+    Raises:
+        TuningInterrupted: Ctrl-C was pressed. The best plan so far was stored, and the next tuning does not use it.
+    """
     processes, request = tuning.processes, tuning.request
     tuning.progress(Progress("building", "building the model", 0.0))
     processes.ask(Process.build)
     key = ProfileKey(processes.job.machine, agreed(processes.ask(Process.description)), request.facts())
-    found = recalled(key, request, measured=processes.job.has_peers)
+    found = recalled(key, request, measured=processes.job.has_peers)  # a job takes no plan that was only predicted
     # This note belongs to the run, not to the plan. The same stored plan may be returned for an explicit "cpu".
     defaulted = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
     if found.holds:
-        return found.told(nothing_run(found), *defaulted)
+        return found.with_notes(nothing_run(found), *defaulted)
     tuning.progress(Progress("preparing", "preparing the model", fraction_of("preparing")))
     request, notes = processes.prepare(request, key)
-    if found.plan is not None:  # the machine differs a little: run one step of the stored plan
+    if (
+        found.plan is not None
+    ):  # The machine differs a little. If less memory is free, solve the plan again. Run a step.
         plan, found = tried_again(key, request, found, processes)
         if plan is not None:
-            return with_notes(plan, last=[*defaulted, *processes.losses()])
-    plan = tuned_anew(Run.of(processes, request, key, tuning.progress, notes))
-    plan = kept(with_notes(plan, last=processes.losses()), key, found, processes, always=defaulted)
+            return with_notes(plan, last=[*defaulted, *processes.crash_notes()])
+    plan = measure_and_search(Run.of(processes, request, key, tuning.progress, notes))
+    plan = kept(with_notes(plan, last=processes.crash_notes()), key, found, processes, always=defaulted)
     if not plan.complete:
         raise TuningInterrupted(plan)
     return plan
 
 
-def tuned_anew(run: Run) -> Plan:
+def measure_and_search(run: Run) -> Plan:
     """Check the gradients, measure the devices, search, and make the plan.
 
     After Ctrl-C, return the best plan so far, which is not `complete`. If no trial has succeeded, raise
     KeyboardInterrupt.
     """
+    from autosplit.tuning.answer import interrupted_plan, ranks_plan, solved_ranks_plan, split_plan
+    from autosplit.tuning.search import Search  # Here, because a stored plan needs none of these.
+
     checks = checked(run)
     survey = search = None
     try:
         survey = surveyed(run)
-        if survey.solver is None:
-            plan = solved_plan(run, survey, checks)
+        if survey.solver is None:  # DDP in one process
+            plan = solved_ranks_plan(run, survey, checks)
         else:
             search = Search(run, survey.solver, survey.patience)
             best = search.best_of_all()
-            planned = joint_plan if survey.limits is None else split_plan
+            planned = split_plan if survey.limits is not None else ranks_plan
             plan = planned(run, survey, search, best, checks)
     except KeyboardInterrupt:
+        # In a job, a second Ctrl-C raises at once. Then the ranks are at different places, and can't store a plan.
         if survey is None or search is None or not run.processes.all_stopped:
             raise
         so_far = interrupted_plan(run, survey, search, checks)
@@ -352,8 +376,10 @@ def surveyed(run: Run) -> Survey:
     """Measure the devices: which batches fit, and how long they take.
 
     BalancedDataParallel's devices, and those of DDP in one process, are measured one after the other. In a job, every
-    rank measures its own device. Then rank 0 searches, and all ranks run the trials together.
+    rank measures its own device, all ranks at the same time. Simulated devices compute their answers from a trace.
     """
+    from autosplit.tuning.survey import survey_alone, survey_split
+
     if run.request.strategy != "ddp":
         return survey_split(run)
     if not run.processes.job.has_peers:
@@ -364,15 +390,15 @@ def surveyed(run: Run) -> Survey:
 
 
 def checked(run: Run) -> tuple[Check, ...]:
-    """Check whether splitting the batch changes the training. Rank 0 checks for all ranks."""
+    """Check on the CPU whether splitting the batch changes the training. The plan gets the result, or a note."""
+    from autosplit.probe.gradient_check import checks_for, not_checked
+
     run.report.begin("checks", "checking gradients")
     prepared = run.processes.own.prepared
     checks: tuple[Check, ...] = ()
     try:
-        if prepared.isolated is not None:  # A check that crashes must not end this process.
-            checks, notes = prepared.isolated.ask(checks_for)
-        else:
-            checks, notes = checks_for(run.workload, prepared.rebuild)
+        # With `isolate`, the check runs in another process, because a check that crashes must not end this one.
+        checks, notes = prepared.worker.ask(partial(checks_for, rebuild=prepared.rebuild))
     except AutosplitError as error:
         notes = (not_checked(error),)
     for found in checks:

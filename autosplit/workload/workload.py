@@ -261,6 +261,15 @@ def models_of(workload: Workload) -> Models | None:
     return Models.of(model) if isinstance(model, (nn.Module, tuple, list, Mapping)) else None
 
 
+def why_single(workload: Workload) -> str | None:
+    """Return the reason why an optimizer step can't have several micro-steps, or None if it can."""
+    if workload.step is not None:
+        return "a custom step can't be accumulated"
+    if workload.loss_scope == "batch":
+        return "a loss over the whole batch (loss_scope='batch') can't be accumulated"
+    return None
+
+
 def modules_of(workload: Workload) -> tuple[nn.Module, ...]:
     """Return the model in a tuple, or the models. Empty if `model` is a function."""
     models = models_of(workload)

@@ -36,7 +36,6 @@ def test_python_and_the_command_line_show_the_same(script, capsys, caplog):
     assert all(re.match(r" +\d+\.\d\d s  ", line) for line in shown.splitlines())
     for pattern in (
         r"profile [0-9a-f]{32}: not there",
-        r"traced \(\d+,\) as balanced: ",
         r"ran \(8, 0\) as balanced: .+ on cpu:0",
         r"cpu:0 as primary: the ceiling is 8 samples, limited by max_batch_size, a step of it ran: ",
         r"timed \(8, 0\) as rank: [\d,.]+ ms, plus or minus [\d,.]+ ms, in \d+ repeats",

@@ -382,6 +382,7 @@ USER_ERRORS = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("text", USER_ERRORS.values(), ids=USER_ERRORS)
 def test_the_users_own_frames_are_shown(script, fails, text):
     line, frames = fails("tune", script(text), *SIM, code=5)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from marks import for_release, slow
+from marks import for_release, slow, whole
 from noted import kinds
 from raised import raises
 from torch import nn
@@ -133,7 +133,7 @@ class Noting(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize("device", ["cpu:1MiB", "sim:RTX3090"])
+@pytest.mark.parametrize("device", ["cpu:1MiB", whole("sim:RTX3090")])
 def test_a_memory_bank_that_grows_with_every_step_has_no_ceiling(device, counted):
     """The data of probes counted: the answer was 85 samples after six errors, and 720 fit at first."""
     with raises(WorkloadError, "512", "4"):
@@ -438,6 +438,7 @@ def test_the_machines_own_lack_of_memory_is_a_lack_of_memory(monkeypatch):
         worker.peaks(StepShape(((8,),)))
 
 
+@pytest.mark.whole
 def test_what_was_assumed_is_told_with_the_ceiling():
     model = nn.Linear(32, 10)
     found = find_ceiling(Workload(model, torch.randn(8, 32)), "sim:RTX3090", max_batch_size=8)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gpus import KIND, WORKSPACE_BYTES
+from marks import whole
 from raised import raises
 from torch import Tensor, nn
 
@@ -60,7 +61,7 @@ def workload(copies: int = 0, width: int = WIDTH, **options: Any) -> Workload:
     return Workload(Net(copies, width), batch, loss_fn=squared, optimizer=torch.optim.AdamW, **options)
 
 
-@pytest.mark.parametrize("device", ["sim:RTX3090@4MiB", "cpu:4MiB"])
+@pytest.mark.parametrize("device", [whole("sim:RTX3090@4MiB"), "cpu:4MiB"])
 @pytest.mark.parametrize("role", COPIES)
 def test_ceilings_are_those_of_a_model_that_holds_the_copies_itself(device, role):
     found = find_ceiling(workload(), device, role=role)

@@ -583,6 +583,7 @@ class Placed(nn.Module):
         return self.head(self.embedding(tokens) + positions).squeeze(-1)
 
 
+@pytest.mark.whole
 def test_what_is_cut_in_doubt_is_said_where_another_size_fails():
     """A square batch does not show which dimension holds the samples. torch's error gave no remedy."""
     given = Workload(Placed(), (torch.randint(0, 9, (6, 6)), torch.randn(6, 4)), loss_fn=None)

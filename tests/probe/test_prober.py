@@ -151,6 +151,7 @@ class StandIn:
     """Real devices as the prober uses them. Their peaks are the predictions, plus an amount set by the test."""
 
     exact = False
+    notes = ()
 
     def __init__(self, capacities, *, offset=lambda n: 0, fails=lambda n: None):
         self.devices = parse_devices(",".join(f"cpu:{capacity}B" for capacity in capacities))
@@ -260,6 +261,7 @@ class TestEqualDevices:
 
 
 class TestUnfakeable:
+    @pytest.mark.whole
     def test_the_plan_says_so(self):
         plan = tune(without_fakes(), devices="sim:2xRTX3090", max_batch_size=8, n_trials=2, profile="off")
         assert "real-tensors" in kinds(plan.notes)
@@ -274,7 +276,7 @@ class TestErrors:
         with raises(InputError, "'boss'"):
             find_ceiling(mlp(), "sim:RTX3090", role="boss")
 
-    @pytest.mark.parametrize("device", ["sim:RTX3090@1KiB", "cpu:1KiB"])
+    @pytest.mark.parametrize("device", [whole("sim:RTX3090@1KiB"), "cpu:1KiB"])
     @pytest.mark.parametrize("role", ROLES)
     def test_what_does_not_fit(self, device, role):
         with pytest.raises(DoesNotFitError, match="needs") as caught:

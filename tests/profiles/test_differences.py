@@ -15,7 +15,7 @@ from plans import make_plan
 from autosplit.plan.plan import Plan
 from autosplit.profiles.key import ProfileKey
 from autosplit.profiles.store import store
-from autosplit.tuning.recall import log_newest
+from autosplit.tuning.recall import _log_newest
 
 MACHINE = {"devices": [{"kind": "cuda", "name": "NVIDIA A100", "memory_gib": 40, "count": 2}], "torch": "2.12.0"}
 WORKLOAD = {"model": "Net", "optimizer": "aa", "sample_batch_size": 4, "precision": None}
@@ -58,7 +58,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
         for number, plan in enumerate(plans):
             os.utime(store(f"{number}bcdef0123456789", plan), (number + 1, number + 1))
         with caplog.at_level(logging.INFO, logger="autosplit"):
-            log_newest(KEY)
+            _log_newest(KEY)
         return caplog.messages
 
     return log

@@ -287,6 +287,7 @@ def test_nothing_comes_of_sizes_that_nobody_has(case, ground):
 # End to end
 
 
+@pytest.mark.whole
 def test_a_spoiled_profile_is_tuned_for_again():
     first = tune(mlp(), devices="sim:1xRTX3090", max_batch_size=64)
     (path,) = (path for path, _ in saved_profiles())

@@ -134,9 +134,11 @@ class TestUsage:
     def test_errors_are_one_line_with_code_2(self, fails, words, said):
         assert said in fails(*words)
 
+    @pytest.mark.whole
     def test_what_does_not_fit_has_code_3(self, fails):
         assert "needs" in fails("tune", "train.py", "--devices", "sim:RTX3090@3KiB", code=3)
 
+    @pytest.mark.whole
     def test_what_the_users_code_raised_has_code_5_with_its_frames(self, fails):
         assert "LookupError: no such data" in fails("tune", "train.py:broken", *SIM, code=5)
 
@@ -210,11 +212,13 @@ class TestTune:
         (path,) = (folder / "cache" / "profiles").glob("*.json")
         return path
 
+    @pytest.mark.whole
     def test_saves_its_output(self, tuned, folder):
         assert tuned[1].code == 0, tuned[1].err
         plan = Plan.load(folder / "best" / "plan.json")
         assert (plan.simulated, plan.effective_batch_size) == (True, 64)
 
+    @pytest.mark.whole
     @pytest.mark.smoke
     def test_is_answered_by_its_profile_the_second_time(self, run, folder):
         ran = run(*TUNE, "--json")
@@ -222,18 +226,21 @@ class TestTune:
         assert json.loads(ran.out)["notes"][0]["kind"] == "from-profile"
         assert Plan.from_json(ran.out).split == Plan.load(folder / "best" / "plan.json").split
 
+    @pytest.mark.whole
     def test_its_profile_is_listed_and_shown(self, run, folder):
         (listed,) = json.loads(run("profiles", "list", "--json").out)["profiles"]
         assert listed["key"] == self.profile(folder).stem
         for words in (("show",), ("profiles", "show", listed["key"][:6])):
             assert Plan.from_json(run(*words, "--json").out).split == Plan.load(folder / "best" / "plan.json").split
 
+    @pytest.mark.whole
     @pytest.mark.parametrize("words", [("--all", "--yes"), ("key",)], ids=str)
     def test_its_profile_is_removed(self, run, folder, words):
         key = self.profile(folder).stem
         assert run("profiles", "remove", *(key[:8] if word == "key" else word for word in words)).code == 0
         assert json.loads(run("profiles", "list", "--json").out)["profiles"] == []
 
+    @pytest.mark.whole
     def test_a_damaged_profile_is_named_and_tuned_again(self, run, folder):
         profile = self.profile(folder)
         profile.write_text("{")

@@ -114,6 +114,7 @@ def test_a_loss_that_trains_parameters_is_refused(name):
             autosplit.check(workload)
 
 
+@pytest.mark.whole
 def test_it_is_refused_for_simulated_gpus_too():
     loss = Proxies()
     with raises(WorkloadError, "(100, 16)"):

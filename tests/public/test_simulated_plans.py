@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import autosplit
 
-pytestmark = pytest.mark.usefixtures("without_workspaces")  # devices of a few KiB
+pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("without_workspaces")]  # devices of a few KiB
 
 MACHINES = [
     "sim:1xRTX3090+1xRTX2080Ti",
@@ -91,7 +91,6 @@ class TestEveryPlan:
         assert str(plan).startswith(f"split {plan.split} = {plan.batch_size} samples per forward")
         assert "(simulated)" in str(plan)
 
-    @pytest.mark.whole
     @pytest.mark.parametrize("to", ["env", "json", "transformers", "accelerate", "lightning"])
     def test_is_exported(self, plan, to):
         exported = plan.export(to)

@@ -70,6 +70,16 @@ class TestPrediction:
 
         assert predicted_parts([pairs(4), pairs(8), pairs(12)], (1000,)) == (MemoryParts(512, 0, 0, 0, 4_000_256),)
 
+    def test_such_a_loss_has_the_samples_of_all_devices(self):
+        """Device 0 gathers all outputs. Without the product of both sizes, its ceiling was a third too low."""
+
+        def pairs(first, second):
+            made = [("activations", 0, 512 * first), ("gathered", 0, 4 * (first + second) ** 2)]
+            return counted((first, second), *made, ("activations", 1, 512 * second))
+
+        steps = [pairs(4, 4), pairs(8, 4), pairs(12, 4), pairs(4, 8)]
+        assert predicted_parts(steps, (600, 400)) == pairs(600, 400).parts()
+
     def test_each_device_has_its_own_slope(self):
         """Device 0 also gathers the outputs of all samples."""
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from marks import for_release
+from marks import for_release, whole
 from raised import raises
 from torch import nn
 from torch.nn import functional as F
@@ -31,7 +31,7 @@ def staged(source, devices, closing) -> Prepared:
 SIM, CPU = parse_devices("sim:RTX3090"), parse_devices("cpu:1MiB")
 
 
-@pytest.mark.parametrize("devices", [SIM, CPU])
+@pytest.mark.parametrize("devices", [whole(SIM), CPU])
 def test_a_borrowed_model_is_given_back_when_all_is_closed(devices):
     model = Uncopyable()
     before = {name: (tensor, tensor.data_ptr()) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -104,6 +104,7 @@ KINDS = {
 QUICK_KINDS = ("UserDict", "make_batch", "batch_dim 1", "bf16")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("devices", ["sim:2xRTX3090", for_release("cpu:1MiB,cpu:1MiB")])
 @pytest.mark.parametrize("kind", [kind if kind in QUICK_KINDS else for_release(kind) for kind in KINDS])
 def test_batches_of_every_kind_are_tuned(kind, devices):
@@ -112,6 +113,7 @@ def test_batches_of_every_kind_are_tuned(kind, devices):
     assert plan.effective_batch_size == 12
 
 
+@pytest.mark.whole
 def test_a_model_without_memory_is_planned_for_cards_and_refused_here():
     with torch.device("meta"):
         model = net()

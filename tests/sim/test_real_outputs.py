@@ -56,12 +56,12 @@ def test_traced_peaks_are_real_ones(length, bidirectional):
 
 @pytest.mark.parametrize("length", [for_release(6), 12])
 @pytest.mark.parametrize("samples", [for_release(5), 37, for_release(96)])
-def test_an_exact_ceiling_is_found_although_memory_grows_unevenly(length, samples):
-    """oneDNN rounds the blocks of an LSTM, so a line through small steps is some percent off."""
+def test_a_ceiling_is_exact_although_memory_grows_unevenly(length, samples):
+    """oneDNN rounds the blocks of an LSTM, so a line through small steps is some percent off. Real steps correct it."""
     workload = reader(length)
     capacity = cpu_worker(workload).peaks(StepShape(((samples,),)))[0]
-    found = find_ceiling(workload, f"cpu:{capacity}B", role="primary", max_batch_size=256, exact=True)
-    assert found.ooms == 1
+    found = find_ceiling(workload, f"cpu:{capacity}B", role="primary", max_batch_size=256)
+    assert found.ooms <= 2
     cpu_worker(workload, capacity).peaks(StepShape(((found.batch_size,),)))
     with pytest.raises(OutOfMemoryError):
         cpu_worker(workload, capacity).peaks(StepShape(((found.batch_size + 1,),)))

@@ -146,7 +146,7 @@ def test_all_variants_are_remembered_and_the_fastest_is_the_newest_plan(monkeypa
     best = tuned("sim:RTX3090@1300KiB", profile="auto")
     assert best.plan.path == profile_paths()[0]
     assert any(note.kind == "variants" for note in Plan.load(best.plan.path).notes)
-    monkeypatch.setattr("autosplit.tuning.tune.tuned_anew", lambda *_, **__: pytest.fail("tuned again"))
+    monkeypatch.setattr("autosplit.tuning.tune.measure_and_search", lambda *_, **__: pytest.fail("tuned again"))
     again = tuned("sim:RTX3090@1300KiB", profile="auto")
     assert (again.plan.split, again.plan.checkpointed, again.variants) == (
         best.plan.split,

@@ -30,6 +30,7 @@ def measure(*workload, **options):
     return autosplit.measure(*(workload or (mlp(),)), **options)
 
 
+@pytest.mark.whole
 class TestSimulated:
     @pytest.mark.smoke
     def test_a_plans_split_has_its_trials_rate_and_memory(self):
@@ -81,6 +82,7 @@ class TestReal:
         # The devices share a CPU, so no single device limits the step.
         assert {bound.device for bound in found.bound_by} == {None}
 
+    @pytest.mark.whole
     def test_a_split_may_be_an_array(self):
         assert measure(devices="sim:2xL4", split=torch.tensor([8, 0])).split == (8, 0)
 
@@ -160,6 +162,7 @@ class TestCommand:
         )
         return str(path)
 
+    @pytest.mark.whole
     def test_the_table_and_the_json_say_the_same(self, script, capsys):
         words = ["measure", script, "--devices", CARDS, "--split", "8,4", "--accumulation-steps", "2"]
         assert main(words) == 0
@@ -171,6 +174,7 @@ class TestCommand:
         for word in ("(8, 4)", "parameters", "activations", "faster with", "sim:1 RTX2080Ti"):
             assert word in table
 
+    @pytest.mark.whole
     def test_exit_codes_are_those_of_the_others(self, script, capsys):
         assert main(["measure", script, "--devices", "sim:RTX3090@1MiB", "--split", "800"]) == 3
         assert "does not fit sim:0 (RTX3090)" in capsys.readouterr().err

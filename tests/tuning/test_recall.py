@@ -43,7 +43,6 @@ from autosplit.runtime.cpu import CpuWorker
 from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
 from autosplit.solve.memory import Ceiling
 from autosplit.tuning import recall as recalling
-from autosplit.tuning import tune as tuning
 from autosplit.tuning.process import Process, Processes, alone
 from autosplit.tuning.recall import Recalled
 from autosplit.tuning.tune import tune
@@ -63,7 +62,7 @@ def no_search(monkeypatch) -> Callable[[], None]:
         def fail(*_args: object, **_options: object) -> None:
             raise AssertionError("a remembered plan needs no search")
 
-        monkeypatch.setattr(tuning, "Search", fail)
+        monkeypatch.setattr("autosplit.tuning.search.Search", fail)
 
     return begin
 
@@ -138,13 +137,14 @@ def twins(monkeypatch) -> Callable[..., list[Any]]:
     return be
 
 
+@pytest.mark.whole
 def test_what_was_not_checked_is_said_of_a_remembered_plan_too(monkeypatch, no_search):
     """Once, on a busy machine, a plan was saved without checks forever. It now reports this, and how to get them."""
 
-    def too_dear(*_: object) -> tuple[tuple[()], tuple[Note, ...]]:
+    def too_dear(_workload, rebuild=None) -> tuple[tuple[()], tuple[Note, ...]]:
         return (), (not_checked("a forward of 4 samples takes over 2 s"),)
 
-    monkeypatch.setattr(tuning, "checks_for", too_dear)
+    monkeypatch.setattr("autosplit.probe.gradient_check.checks_for", too_dear)
     first = tune(bias, **SIM)
     no_search()
     again = tune(bias, **SIM)
@@ -317,6 +317,7 @@ def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_f
     )  # the worst seen was 0.8, for small steps, which fits predict badly
 
 
+@pytest.mark.whole
 def test_a_smaller_plan_leaves_room_for_what_its_line_misses():
     """A linear fit gave 60 samples 448256 of 448265 bytes. The step took 448512, and everything was tuned again."""
     plan = tune(bias(), devices="sim:2xRTX3090", effective_batch_size=64, strategy="ddp", profile="off")
@@ -331,6 +332,7 @@ def test_a_smaller_plan_leaves_room_for_what_its_line_misses():
 # -------------------------------------------------------------------------------------------------------------- misses
 
 
+@pytest.mark.whole
 def test_a_plan_of_another_request_under_a_key_is_foreign():
     tune(bias(), **SIM)
     ((path, plan),) = saved_profiles()
@@ -343,6 +345,7 @@ def test_a_plan_of_another_request_under_a_key_is_foreign():
 # --------------------------------------------------------------------------------------------------------------- names
 
 
+@pytest.mark.whole
 def test_plans_of_several_names_are_kept_apart():
     plans = {name: tune(bias(), **{**SIM, "seed": seed}, name=name) for seed, name in enumerate((None, "a", "ü b"))}
     kept = [plan for _, plan in saved_profiles()]
@@ -415,6 +418,7 @@ USELESS = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(os.name != "posix", reason="by what POSIX systems do")
 @pytest.mark.parametrize("name", USELESS)
 def test_a_cache_of_no_use_costs_one_note(name, cache_dir, monkeypatch):
@@ -433,6 +437,7 @@ def test_a_cache_of_no_use_costs_one_note(name, cache_dir, monkeypatch):
     assert replace(plan, notes=(), request={}, checks=()) == replace(usual, notes=(), request={}, checks=())
 
 
+@pytest.mark.whole
 def test_without_a_home_no_folder_is_made_in_this_one(monkeypatch, tmp_path):
     monkeypatch.delenv("AUTOSPLIT_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -444,6 +449,7 @@ def test_without_a_home_no_folder_is_made_in_this_one(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.whole
 def test_the_command_line_says_it_in_one_line(cache_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(cache_dir))
     cache_dir.write_text("a file where a folder should be")
@@ -460,6 +466,7 @@ def test_the_command_line_says_it_in_one_line(cache_dir, tmp_path, capsys, monke
     assert Plan.from_json(out).batch_size > 0
 
 
+@pytest.mark.whole
 def test_what_a_killed_writer_left_behind_is_removed_by_the_next(cache_dir):
     plan = tune(bias(), **SIM)
     ((path, _),) = saved_profiles()
@@ -483,6 +490,7 @@ def test_that_no_gpu_was_found_is_said_to_whoever_named_no_device_and_not_rememb
         assert sum("No GPU is visible" in str(note) for note in plan.notes) == (named is None)
 
 
+@pytest.mark.whole
 def test_ranks_that_begin_to_accumulate_keep_room_for_their_gradients():
     """Equal ranks got 30 of 64 samples in two forwards. The second forward ran out of memory, for the gradients."""
     plan = tune(bias(), devices="sim:2xRTX3090", effective_batch_size=64, strategy="ddp", profile="off")

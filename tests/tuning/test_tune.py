@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from marks import slow
+from marks import slow, whole
 from noted import kinds
 from raised import raises
 from torch import nn
@@ -193,6 +193,7 @@ class TestGradientsThatWait:
         with pytest.raises(DoesNotFitError, match="the accumulated gradients leave no memory"):
             quick(wide(), self.machine(512, 700), effective_batch_size=2000)
 
+    @pytest.mark.whole
     def test_leave_one_micro_step_where_that_will_do(self):
         plan = quick(wide(), self.machine(512, 700), effective_batch_size=(64, 2000))
         assert plan.accumulation_steps == 1
@@ -202,6 +203,7 @@ class TestGradientsThatWait:
 class TestOneMicroStepAndSeveral:
     """Each has its own bounds: a single micro-step keeps no gradients, and several need not fit all samples at once."""
 
+    @pytest.mark.whole
     @pytest.mark.parametrize("effective", [slow((16, 200)), slow((16, 134)), 134])
     def test_a_wider_range_is_no_slower(self, effective):
         """134 samples fit one forward. A range to 200 returned three forwards of 58, at less than half the rate."""
@@ -223,6 +225,7 @@ class TestOneMicroStepAndSeveral:
             quick(mlp(), "sim:1xRTX3090@3MiB+1xRTX3060@2MiB", effective_batch_size=10**9)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("make", "devices"),
     [slow(mlp, "sim:1xRTX3090@3MiB+1xRTX3060@664KiB"), (small, "sim:1xRTX3090+1xRTX3060@10KiB")],
@@ -240,11 +243,13 @@ def test_a_card_that_runs_only_its_part_of_a_step_ends_no_tuning(make, devices):
 class TestBatchNorms:
     """At least two samples, or none, on every device, also in the last forward."""
 
+    @pytest.mark.whole
     @pytest.mark.parametrize("effective", [slow(2), 3, slow(5), slow(7)])
     def test_no_share_of_one_is_tried(self, effective):
         plan = quick(small(), "sim:2xRTX3090", effective_batch_size=effective, n_trials=1)
         assert plan.split == (effective, 0)
 
+    @pytest.mark.whole
     def test_a_tuning_warns_of_them_and_a_remembered_plan_again(self):
         """Users who tuned from Python and did not print the plan got no warning."""
         for _time in range(2):
@@ -258,6 +263,7 @@ class TestBatchNorms:
             with pytest.warns(DoubtfulTimesWarning, match=r"contradict each other by \d+%"):
                 quick(small(), "cpu:1MiB", effective_batch_size=8, profile="auto")
 
+    @pytest.mark.whole
     def test_no_last_forward_of_one_is_the_answer(self):
         plan = quick(small(), "sim:1xRTX3090", effective_batch_size=5, max_batch_size=4)
         assert (plan.batch_size, plan.accumulation_steps) == (3, 2)
@@ -267,10 +273,12 @@ class TestBatchNorms:
         with raises(DoesNotFitError):
             quick(small(), "cpu", effective_batch_size=effective, max_batch_size=most)
 
+    @pytest.mark.whole
     def test_nor_a_last_forward_of_one_for_a_rank(self):
         with raises(DoesNotFitError):
             quick(small(), "sim:2xRTX3090", strategy="ddp", effective_batch_size=5, max_batch_size=4)
 
+    @pytest.mark.whole
     @pytest.mark.parametrize("second", ["17KiB", slow("20KiB")])
     def test_the_last_ceilings_are_found_beside_one_another(self, second):
         """They were measured next to a share of one, after the search. A failure there lost the whole tuning."""
@@ -346,6 +354,7 @@ DEVICES = ("cpu", "cpu:1MiB,cpu:1MiB", "sim:2xRTX3090")
 
 
 class TestInterrupted:
+    @pytest.mark.whole
     def test_the_best_so_far_is_kept_and_not_taken_for_the_answer(self, tmp_path):
         seen = []
 
@@ -404,6 +413,7 @@ def forbid_search(monkeypatch) -> None:
 class TestProfiles:
     options = types.MappingProxyType({"devices": "sim:2xRTX3090", "effective_batch_size": 64, "n_trials": 3})
 
+    @pytest.mark.whole
     @pytest.mark.smoke
     @pytest.mark.slow  # tests/public/test_command_line.py also uses the profile
     def test_the_second_tuning_runs_nothing_and_says_so(self, monkeypatch):
@@ -435,6 +445,7 @@ class TestProfiles:
         assert len(fresh.trials) == 1
         assert len(tune(workload, **self.options, name="mine").trials) == 1
 
+    @pytest.mark.whole
     def test_off_neither_reads_nor_writes(self, cache_dir, monkeypatch):
         workload = small()
         tune(workload, **self.options, profile="off")
@@ -444,6 +455,7 @@ class TestProfiles:
         with pytest.raises(AssertionError, match="no search"):
             tune(workload, **self.options, profile="off")
 
+    @pytest.mark.whole
     @pytest.mark.parametrize(
         "other",
         [
@@ -472,7 +484,7 @@ class TestProfiles:
 class TestPrecision:
     """`precision` replaces a Workload's own precision, like the command line's flag."""
 
-    @pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:1MiB,cpu:1MiB"])
+    @pytest.mark.parametrize("devices", [whole("sim:2xRTX3090"), "cpu:1MiB,cpu:1MiB"])
     @pytest.mark.parametrize("precision", ["bf16", slow("fp16")])
     @pytest.mark.parametrize("source", [small, small()], ids=["function", "workload"])
     def test_it_replaces_the_workloads_own(self, devices, precision, source):
@@ -490,6 +502,7 @@ class TestPrecision:
 
 
 class TestRangeOfEffectiveBatches:
+    @pytest.mark.whole
     def test_ddp_is_within_it_too(self):
         plan = quick(one_block(), "sim:2xRTX3090@70MiB", effective_batch_size="200:300", strategy="ddp")
         assert 200 <= plan.effective_batch_size <= 300
@@ -509,6 +522,7 @@ class TestRangeOfEffectiveBatches:
 
 
 class TestDdpStrategy:
+    @pytest.mark.whole
     def test_the_split_holds_the_ranks_batches_and_nothing_is_searched(self, monkeypatch):
         forbid_search(monkeypatch)
         plan = quick(one_block(), "sim:1xH100-80GB+1xRTX3090", effective_batch_size=512, strategy="ddp")
@@ -521,20 +535,23 @@ class TestDdpStrategy:
         assert plan.split[0] > plan.split[1]
         assert "ddp-predicted" in kinds(plan.notes)
 
-    @pytest.mark.parametrize("devices", ["cpu", "cpu:1MiB", "cpu:1MiB,cpu:1MiB", "sim:1xRTX3090"])
+    @pytest.mark.parametrize("devices", ["cpu", "cpu:1MiB", "cpu:1MiB,cpu:1MiB", whole("sim:1xRTX3090")])
     def test_on_any_devices(self, devices):
         plan = quick(small(), devices, strategy="ddp", effective_batch_size=32)
         check_sums(plan, 32)
         assert min(plan.split) >= plan.ddp.least_batch == 2  # BatchNorm cannot train on fewer
 
+    @pytest.mark.whole
     def test_a_device_too_small_for_a_rank(self):
         with raises(DoesNotFitError):
             quick(small(), "sim:1xRTX3090+1xRTX3090@5KiB", strategy="ddp", effective_batch_size=32)
 
+    @pytest.mark.whole
     def test_fewer_samples_than_ranks(self):
         with raises(DoesNotFitError):
             quick(small(), "sim:4xRTX3090", strategy="ddp", effective_batch_size=4)
 
+    @pytest.mark.whole
     def test_a_loss_over_the_batch(self):
         plan = quick(small(loss_scope="batch"), "sim:2xRTX3090", max_batch_size=16)
         assert plan.ddp.ranks == ()
@@ -586,13 +603,14 @@ class TestSingleForward:
         assert all(trial.accumulation_steps == 1 for trial in plan.trials)
         assert all(rank.accumulation_steps == 1 for rank in plan.ddp.ranks)
 
-    @pytest.mark.parametrize("devices", ["cpu:128KiB,cpu:128KiB", "sim:2xRTX3090@128KiB"])
+    @pytest.mark.parametrize("devices", ["cpu:128KiB,cpu:128KiB", whole("sim:2xRTX3090@128KiB")])
     @pytest.mark.parametrize("strategy", [slow("auto"), "ddp"])
     def test_what_does_not_fit_one_forward_is_refused(self, make, devices, strategy):
         with raises(DoesNotFitError) as caught:
             quick(make(), devices, effective_batch_size=4096, strategy=strategy)
         assert "\n" not in str(caught.value)
 
+    @pytest.mark.whole
     def test_a_bound_below_the_step_is_refused(self, make):
         with raises(WorkloadError, "8"):
             quick(make(), "sim:2xRTX3090", effective_batch_size=64, max_batch_size=8)
@@ -705,6 +723,7 @@ BAD = {
 
 
 class TestErrors:
+    @pytest.mark.whole
     @pytest.mark.parametrize(("kind", "says", "call"), BAD.values(), ids=BAD)
     def test_bad_input_is_one_line_that_says_what_to_do(self, kind, says, call):
         with pytest.raises(kind, match=says) as caught:
@@ -714,13 +733,14 @@ class TestErrors:
         assert re.search(r"[.;] ", str(caught.value)), "a message ends in what to do next"
 
     @pytest.mark.parametrize("source", [raising_factory, small(Failing())], ids=["factory", "model"])
-    @pytest.mark.parametrize("devices", ["cpu", SIM])
+    @pytest.mark.parametrize("devices", ["cpu", whole(SIM)])
     def test_the_users_own_frames_are_shown(self, source, devices):
         with pytest.raises(UserCodeError) as caught:
             quick(source, devices)
         assert caught.value.frames
         assert all("test_tune.py" in frame for frame in caught.value.frames)
 
+    @pytest.mark.whole
     def test_a_time_limit_ends_the_search(self):
         plan = quick(small(), SIM, effective_batch_size=64, n_trials=500, time_limit_s=0.001)
         assert len(plan.trials) == 1
@@ -741,6 +761,7 @@ class TestErrors:
         assert len(plan.trials) == 1
         assert "time-limit" in kinds(plan.notes)
 
+    @pytest.mark.whole
     def test_a_sampler_of_ones_own_draws_all_trials(self):
         import optuna
 

@@ -99,6 +99,7 @@ def test_one_slow_run_does_not_decide(monkeypatch):
     assert measured.seconds < 5.0
 
 
+@pytest.mark.whole
 def test_a_class_is_a_factory_of_its_models():
     """`Workload(Net, batch)` ended in a traceback, because the class was treated as a module."""
     plan = autosplit.tune(Sized, torch.randn(8, 4), devices="sim:RTX3090", max_batch_size=16, n_trials=2)

@@ -17,6 +17,7 @@ from autosplit.errors import WorkloadError
 FEW = {"max_batch_size": 8, "n_trials": 2, "profile": "off"}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
@@ -35,6 +36,7 @@ def test_one_device(name, devices):
     assert plan.sample_batch_size == 4
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", ["graphs", slow("vision-language"), for_release("detr")])
 def test_ddp(name):
     plan = autosplit.tune(RAGGED[name].workload(), devices="sim:2xA100-40GB", strategy="ddp", **FEW)
@@ -50,6 +52,7 @@ def test_two_devices(name):
     assert plan.checks[0].split_error == 0.0
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", ["graphs", slow("vision-language")])
 def test_two_devices_need_ddp_if_a_batch_cannot_be_cut(name):
     with pytest.raises(WorkloadError, match=r"rows.*cannot be cut trains on one device or with DDP"):

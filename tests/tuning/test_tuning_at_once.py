@@ -190,6 +190,7 @@ def found_in(name: str, folder: Path) -> Any:
 # -------------------------------------------------------------------------------------------------------------- tests
 
 
+@pytest.mark.whole
 def test_two_processes_tune_and_one_file_results(tmp_path):
     found = found_in("two_at_once", run_apart("two_at_once", tmp_path, 100))
     assert found["codes"] == [0] * COUNT

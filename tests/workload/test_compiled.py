@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import for_release
+from marks import for_release, whole
 from raised import raises
 from torch import nn
 from torch.nn import functional as F
@@ -89,7 +89,7 @@ def test_a_copy_is_eager_and_the_original_stays(name):
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
-        (name, devices) if (name, devices) in {("whole", SIM), ("in_part", CPU)} else for_release(name, devices)
+        {("whole", SIM): whole, ("in_part", CPU): pytest.param}.get((name, devices), for_release)(name, devices)
         for name in COMPILED
         for devices in (SIM, CPU)
     ],
@@ -120,6 +120,7 @@ def test_published_times_are_those_of_the_table(kind):
     assert CompiledTimes(len(pairs), *found) == COMPILED_TIMES[kind]
 
 
+@pytest.mark.whole
 def test_a_compiled_transformer_is_predicted_faster_with_the_same_products():
     """Published steps of compiled GPTs took half of the time that was predicted for eager ones."""
     layer = nn.TransformerEncoderLayer(64, 2, 256, batch_first=True, dropout=0.0)
@@ -156,6 +157,7 @@ def test_the_plan_of_one_is_found_again(name):
     assert described != eager
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     "compile_it", [torch.jit.script, for_release(lambda module: torch.jit.trace(module, BATCH[0]))]
