@@ -44,6 +44,7 @@ def page() -> str:
         _noise_scale,
         _startup,
         _growth,
+        _tune_time,
     )
     return "\n".join([INTRODUCTION, *(line for section in sections for line in section())]) + "\n"
 
@@ -686,6 +687,21 @@ def _growth() -> list[str]:
     headings = ("1,000 profiles relative to 1", "before, CPU", "before, wall", "now, CPU", "now, wall")
     lines = [*_opened("Growth", text, "growth", found), *_table(columns, rows), *_table(headings, commands)]
     return [*lines, f"Limits: {found['claim']}."]
+
+
+def _tune_time() -> list[str]:
+    found = _read("tune_time")
+    text = (
+        f"The wall time of `tune`, compared with commit {found['before']}, which traced real devices. The versions "
+        "take turns. The times of equal runs differ by up to a factor of 2 on this machine, so the least times are "
+        "compared, too."
+    )
+    rows = [
+        (name, f"{min(case['before_s']):.1f}", f"{min(case['now_s']):.1f}", case["ratio_of_least"], case["ratio"])
+        for name, case in found["cases"].items()
+    ]
+    columns = ("case", "least before, s", "least now, s", "ratio", "median ratio of a round")
+    return [*_opened("The time of a tuning", text, "tune_time", found), *_table(columns, rows)]
 
 
 if __name__ == "__main__":
