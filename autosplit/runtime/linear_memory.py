@@ -27,7 +27,7 @@ _Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class CountedStep:
-    """The storages of a step that ran, in the order in which they were allocated and freed.
+    """The storages that a step allocated and freed, in order.
 
     Attributes:
         split: Samples of each device.
@@ -79,7 +79,7 @@ def predicts(steps: Sequence[CountedStep], other: CountedStep) -> bool:
 
 
 def _evaluated(steps: Sequence[CountedStep], values: Sequence[_Numbers], split: tuple[int, ...]) -> _Numbers:
-    """Evaluate ``c + sum(s[i] * samples[i]) + q * sum(samples)**2``, of which the steps show c, s and q."""
+    """Evaluate ``c + sum(s[i] * samples[i]) + q * sum(samples)**2``. The steps show c, s and q."""
     base, slopes = steps[0].split, dict[int, tuple[int, _Numbers]]()
     curvature = np.zeros_like(values[0])
     for step, value in zip(steps[1:], values[1:], strict=True):

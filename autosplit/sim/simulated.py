@@ -26,7 +26,7 @@ from typing import Literal, TypeVar
 from autosplit.devices.device import Device
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.devices.transfer import HOST
-from autosplit.errors import AutosplitError
+from autosplit.errors import UserCodeError
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
 from autosplit.probe.prober import named_steps
@@ -114,10 +114,7 @@ class SimulatedWorker:
         try:
             with named_steps(one):
                 tracer.trace(one)
-        except AutosplitError as error:
-            # torch nn/functional.py, _verify_batch_size. The wrapper's error has torch's error as its cause.
-            if "Expected more than 1 value per channel" not in str(error.__cause__):
-                raise
+        except UserCodeError:  # torch's error for one value, or an error that a larger batch repeats
             return 2
         return 1
 
