@@ -64,7 +64,8 @@ from autosplit.runtime.protocol import Measurement, StepShape
 from autosplit.sim import prepare, simulated
 from autosplit.sim.affine_traces import AffineTraces
 from autosplit.sim.op_cost import Move, Work
-from autosplit.sim.simulated import SimulatedWorker, _Whole
+from autosplit.sim.replay import WholeStep
+from autosplit.sim.simulated import SimulatedWorker
 from autosplit.sim.tracer import Event, Trace, Tracer, make_tracer
 from autosplit.solve.fastest_split import fastest_split
 from autosplit.solve.split import even_split, micro_batch_sizes, proportional_split
@@ -282,7 +283,7 @@ class _AsOne(SimulatedWorker):
 
     def measure(self, shape: StepShape, *, budget_s: float = 0.0) -> Measurement:
         """Return the time and the peaks of a step."""
-        with mock.patch.object(simulated, "_source_of", _Whole):
+        with mock.patch.object(simulated, "source_of", WholeStep):
             return super().measure(shape, budget_s=budget_s)
 
 

@@ -21,7 +21,8 @@ from autosplit.sim.build_small import TooLarge, built_within
 from autosplit.sim.fake_copy import built_without_memory, fake_mode
 from autosplit.sim.gpu_kernels import GpuKernels
 from autosplit.sim.quantization import refuse_quantized
-from autosplit.sim.simulated import SimulatedWorker, Traces
+from autosplit.sim.replay import Traces
+from autosplit.sim.simulated import SimulatedWorker
 from autosplit.sim.tracer import Tracer, make_tracer
 from autosplit.text import size_text
 from autosplit.workload.compiled import fused_share_of

@@ -18,6 +18,7 @@ from autosplit.runtime.protocol import StepShape
 from autosplit.sim import simulated
 from autosplit.sim.affine_traces import AffineTraces
 from autosplit.sim.op_cost import Work
+from autosplit.sim.replay import WholeStep
 from autosplit.sim.simulated import SimulatedWorker, traced_parts, traced_peaks
 from autosplit.sim.tracer import Tracer, make_tracer
 from autosplit.tuning.tune import tune
@@ -73,7 +74,7 @@ def test_a_short_last_micro_step_is_told_by_the_first(name, machine):
     for last in ((0, 3, 3), (0, 2, 1), (0, 1, 0), (2, 0, 0), (1, 0, 0)):
         shape = StepShape((first, first, last[: len(devices)]))
         ours = told.measure(shape)
-        with mock.patch.object(simulated, "_source_of", simulated._Whole):
+        with mock.patch.object(simulated, "source_of", WholeStep):
             theirs = followed.measure(shape)
         assert ours.peak_bytes == theirs.peak_bytes
         assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-6)
@@ -106,7 +107,7 @@ def test_one_sample_beside_others_is_not_followed_where_alone_it_holds_and_takes
     traces.trace(StepShape(((1,),)))
     runs = tracer.runs
     for split in ((1, 1, 0), (1, 7, 0), (7, 1, 0), (0, 1, 1)):
-        with mock.patch.object(simulated, "_source_of", simulated._Whole):
+        with mock.patch.object(simulated, "source_of", WholeStep):
             ours, theirs = (worker.measure(StepShape((split,))) for worker in (told, followed))
         assert ours.seconds == pytest.approx(theirs.seconds, rel=0.01)
         assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=1.1e-5)

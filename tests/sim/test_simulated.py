@@ -20,7 +20,8 @@ from autosplit.runtime.protocol import StepShape
 from autosplit.sim import simulated
 from autosplit.sim.clocks import Clocks
 from autosplit.sim.op_cost import Work
-from autosplit.sim.simulated import SimulatedWorker, _play, _reduced, _Whole, traced_parts, traced_peaks
+from autosplit.sim.replay import WholeStep, _play, _reduced
+from autosplit.sim.simulated import SimulatedWorker, traced_parts, traced_peaks
 from autosplit.sim.tracer import Tracer, make_tracer
 from autosplit.torch_versions import cublas_workspace_bytes
 from autosplit.workload.workload import Workload
@@ -77,7 +78,7 @@ class Whole(SimulatedWorker):
     """Traces every step on all its devices. Composed steps are compared with it."""
 
     def measure(self, shape, *, budget_s=0.0):
-        with mock.patch.object(simulated, "_source_of", _Whole):
+        with mock.patch.object(simulated, "source_of", WholeStep):
             return super().measure(shape, budget_s=budget_s)
 
 
