@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from autosplit.devices.device import Device
 from autosplit.devices.host_memory import available_host_bytes
-from autosplit.errors import UserCodeError
+from autosplit.errors import UserCodeError, WorkloadError
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
 from autosplit.probe.prober import named_steps
@@ -90,7 +90,7 @@ class SimulatedWorker:
         try:
             with named_steps(one):
                 tracer.trace(one)
-        except UserCodeError:  # torch's error for one value, or an error that a larger batch repeats
+        except (UserCodeError, WorkloadError):  # a BatchNorm of one value, or an error that two samples repeat
             return 2
         return 1
 
