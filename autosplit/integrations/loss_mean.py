@@ -29,8 +29,8 @@ from autosplit.parallel.batch_counts import Count
 from autosplit.parallel.loss_weights import IGNORED_LABEL, UnevenLossWarning
 from autosplit.probe.label_counts import CrossEntropies, LabelMean, label_means
 from autosplit.text import printable
-from autosplit.workload.samples import batch_size_of
-from autosplit.workload.tree import children_of, leaves_of, map_tensors
+from autosplit.workload.batch_layout import read_batch
+from autosplit.workload.tree import Node
 
 MOST_SAMPLES = 8
 """Largest number of samples that a loss is run on."""
@@ -65,7 +65,7 @@ def count_by(rule: str, batch: Any, samples: int | None = None) -> float:
     """
     labels = labels_of(batch)
     if rule == "samples" or labels is None:
-        return batch_size_of(batch) if samples is None else samples
+        return read_batch(batch).size if samples is None else samples
     if rule == "shifted labels" and "shift_labels" not in batch:
         labels = labels[..., 1:]
     return int(labels.ne(IGNORED_LABEL).sum())
@@ -115,16 +115,14 @@ class Samples:
 
     @classmethod
     def in_batch(cls, batch: Any) -> Samples:
-        """Return the first samples of a batch. Raise WorkloadError if it has lists."""
-        size = batch_size_of(batch)
-        if _has_lists(batch, size):
-            raise WorkloadError("The batch has lists, which can't be cut like tensors.")
+        """Return the first samples of a batch."""
+        layout = read_batch(batch)
 
         def rows(indices: Sequence[int]) -> Any:
             chosen = [*indices]
-            return map_tensors(lambda t: t[chosen] if t.dim() and t.size(0) == size else t, batch)
+            return layout.map(lambda tensor: tensor[chosen], lambda items: [items[index] for index in chosen])
 
-        return cls(min(size, MOST_SAMPLES), rows)
+        return cls(min(layout.size, MOST_SAMPLES), rows)
 
     @classmethod
     def in_data_set(cls, dataset: Any, collate: Callable[[list[Any]], Any]) -> Samples:
@@ -140,17 +138,10 @@ class Samples:
             return collate([copy.copy(drawn[index]) for index in indices])  # some collators pop items
 
         batch = collated(range(number))
-        if all(isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (number,) for leaf in leaves_of(batch)):
+        leaves = [leaf.value for leaf in Node.of(batch).leaves]
+        if all(isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (number,) for leaf in leaves):
             return cls.in_batch(batch)
         return cls(number, collated)
-
-
-def _has_lists(tree: Any, size: int) -> bool:
-    """Return whether a batch has a list with one item per sample, except a list of tensors that are cut."""
-    children = [child for _, child in children_of(tree) or ()]
-    if isinstance(tree, list) and len(tree) == size:
-        return not all(isinstance(child, torch.Tensor) and child.shape[:1] == (size,) for child in children)
-    return any(_has_lists(child, size) for child in children)
 
 
 class _UnexaminedError(Exception):

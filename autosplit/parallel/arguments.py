@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
 
 from autosplit.accelerators import accelerator_kind, backend
-from autosplit.errors import DeviceError, InputError, WorkloadError
+from autosplit.errors import DeviceError, InputError
 from autosplit.workload.compiled import is_compiled, scripted_part
 
 
@@ -27,15 +26,6 @@ def refuse_wrong_order(gpu0_bsz: Any, module: Any) -> None:
     raise InputError(
         f"module is {module!r:.80}. Expected an nn.Module. Write BalancedDataParallel(gpu0_bsz, module, device_ids).",
     )
-
-
-def refuse_packed(values: tuple[Any, ...]) -> None:
-    """Raise WorkloadError if an argument of a call is a PackedSequence."""
-    if any(isinstance(value, PackedSequence) for value in values):
-        raise WorkloadError(
-            "An argument is a PackedSequence, which autosplit can't cut into samples. It concatenates the time "
-            "steps of all samples. Pass the padded tensor and its lengths, and pack inside the module.",
-        )
 
 
 def refuse_compiled(module: nn.Module) -> None:

@@ -23,7 +23,7 @@ from autosplit.parallel.arguments import (
     refuse_compiled,
     refuse_wrong_order,
 )
-from autosplit.parallel.call_cuts import CallCuts, named_call
+from autosplit.parallel.calls import CallReader
 from autosplit.parallel.gather import AmbiguousBatchWarning, Gathering, Link, PlacedLink, SeenOutputs
 from autosplit.parallel.loss_weights import Reduce, checked_reduce, weights_of
 from autosplit.parallel.parallel_apply import run_in_turn, run_on_gpus, run_placed
@@ -39,9 +39,8 @@ from autosplit.solve.split import (
     whole_number,
 )
 from autosplit.torch_versions import BATCH_NORMS, knows_nodes_to_run
-from autosplit.workload.batch import unmarked
-from autosplit.workload.samples import doubt_of, doubting
-from autosplit.workload.tree import map_tensors, tensors_of
+from autosplit.workload.batch_layout import BatchLayout
+from autosplit.workload.tree import map_tensors, tensors_of, unmarked
 
 _NORM_NEEDS_TWO = "Expected more than 1 value per channel"
 """torch's error for a BatchNorm that trains on one value (torch nn/functional.py, _verify_batch_size)."""
@@ -129,7 +128,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         self._checked = False
         self._syncs = True
         self._kept: KeptReplicas | None = None
-        self._cuts = CallCuts(dim)
+        self._calls = CallReader(dim)
         self._seen = {True: SeenOutputs(), False: SeenOutputs()}
 
     @property
@@ -222,31 +221,30 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             args, named = unmarked((inputs, kwargs))
             return self.module(*args, **named)
         self._check_module()
-        call = (inputs, kwargs)
-        sizes, batch_size = self._sizes_of(call)
-        active, chunks = self._cuts.cut(call, sizes, batch_size)
-        leaves = [*named_call(call)] if len(active) > 1 else []  # a single device gets the call uncut
-        if max(sizes) == 1 and (doubt := doubt_of(leaves, batch_size, self.dim)):
+        layout, sizes = self._read(inputs, kwargs)
+        active, chunks = self._calls.cut(layout, sizes)
+        if len(active) > 1 and max(sizes) == 1 and (doubt := layout.doubt()):
             warn_user(f"The batch is cut to single rows. {doubt}", AmbiguousBatchWarning)
         shares = [sizes[index] for index in active]
         weights = weights_of(self.reduce, self.module, chunks, shares)
         kept, last = self._kept_now()
         try:
-            with doubting(leaves, batch_size, self.dim):
-                outputs, link = self._run(active, chunks, kept, shares)
+            outputs, link = self._run(active, chunks, kept, shares)
+        except (RuntimeError, IndexError) as error:
+            if len(active) > 1:  # a single device gets the call uncut
+                layout.advise(error)
+            raise
         except ValueError as error:
             if _NORM_NEEDS_TWO not in str(error):
                 raise
             raise WorkloadError(
-                f"The batch of {batch_size} is split {sizes}, and BatchNorm raised an error on a device with 1 sample "
+                f"The batch of {layout.size} is split {sizes}, and BatchNorm raised an error on a device with 1 sample "
                 f"({_NORM_NEEDS_TWO} when training). Expected 0 or at least 2 samples on each device. Choose "
                 "another split, drop the short last batch (drop_last=True), or use a norm that does not depend on "
                 "the batch.",
             ) from error
-        seen = self._seen[self.module.training]
-        facts = self._cuts.cuts_lists, self._cuts.lengths(call), self._cuts.views(call, batch_size)
-        gathering = Gathering(self.dim, weights, link, tuple(shares), seen, *facts)
-        joined = self._joined(gathering, outputs, batch_size)
+        gathering = Gathering(layout, weights, link, tuple(shares), self._seen[self.module.training])
+        joined = self._joined(gathering, outputs)
         if kept is not None:
             kept.watch(tensors_of(joined), last=last)
         return joined
@@ -310,22 +308,22 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         self.synchronize()  # the copy has no replicas, so gradients on other devices would be lost
         return {**self.__dict__, "_kept": None, "_checked": False}
 
-    def _sizes_of(self, call: Any) -> tuple[tuple[int, ...], int]:
+    def _read(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[BatchLayout, tuple[int, ...]]:
+        """Return the layout of a call, and the number of samples of each device."""
         full = sum(self._split) if self._split else None
         try:
-            batch_size = self._cuts.samples(call, full)
+            layout = self._calls.read(inputs, kwargs, full)
         except WorkloadError:
             lone = self._lone_device()
             if lone is None:
                 raise
             # A single device gets the call uncut, so the samples need not be countable.
             sizes = tuple(full or 1 if index == lone else 0 for index in range(len(self.devices)))
-            return sizes, sum(sizes)
-        if batch_size:
-            return self.split_of(batch_size, bounded=torch.is_grad_enabled()), batch_size
-        if batch_size is None:  # no tensor can be split, so device 0 runs the whole call
-            return (1, *(0 for _ in self.devices[1:])), 1
-        return (0,) * len(self.devices), 0  # device 0 runs an empty batch, as in nn.DataParallel
+            return BatchLayout.of((inputs, kwargs), sum(sizes), self.dim), sizes
+        if layout.size:
+            return layout, self.split_of(layout.size, bounded=torch.is_grad_enabled())
+        # Device 0 runs an empty batch, as in nn.DataParallel, and a call without a tensor that can be cut.
+        return layout, (0,) * len(self.devices)
 
     def _lone_device(self) -> int | None:
         running = current_accumulation()
@@ -333,7 +331,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         active = [index for index, size in enumerate(split or ()) if size]
         return 0 if len(self.devices) == 1 else active[0] if len(active) == 1 else None
 
-    def _joined(self, gathering: Gathering, outputs: list[Any], batch_size: int) -> Any:
+    def _joined(self, gathering: Gathering, outputs: list[Any]) -> Any:
         try:
             return gathering.join(outputs)
         except RuntimeError as error:
@@ -343,8 +341,9 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         # Raise outside the except block, because the first error's traceback would keep the outputs in memory.
         place = torch.device(self.output_device)
         raise OutOfMemoryError(
-            f"{place} is out of memory, because it gathers the outputs of all {batch_size} samples. Compute the "
-            f"loss inside the module, so that only the loss is gathered, or use a smaller batch. {message}",
+            f"{place} is out of memory, because it gathers the outputs of all {gathering.layout.size} samples. "
+            "Compute the loss inside the module, so that only the loss is gathered, or use a smaller batch. "
+            f"{message}",
             device=str(place),
             device_index=self.devices.index(place) if place in self.devices else None,
         )
@@ -363,9 +362,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         Returns:
             A list of positional arguments and a list of keyword arguments, with an entry per device that has samples.
         """
-        call = (inputs, kwargs or {})
-        sizes, batch_size = self._sizes_of(call)
-        active, chunks = self._cuts.cut(call, sizes, batch_size)
+        active, chunks = self._calls.cut(*self._read(inputs, kwargs or {}))
         moved = [
             map_tensors(lambda tensor, to=self.devices[index]: tensor.to(to), part)  # type: ignore[misc]
             for index, part in zip(active, chunks, strict=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from autosplit.errors import InputError, WorkloadError, warn_user
 from autosplit.parallel.loss_weights import UnevenLossWarning
-from autosplit.workload.samples import batch_size_of
-from autosplit.workload.tree import children_of
+from autosplit.workload.batch_layout import read
+from autosplit.workload.tree import Node
 
 
 def check_loader(loader: Any) -> None:
@@ -85,18 +86,18 @@ def tidy(total: float) -> float:
 
 def count_samples(batch: Any) -> int:
     """Return the number of samples of a batch. If its parts disagree, return the rows of its first tensor."""
-    try:
-        if not any(isinstance(part, PackedSequence) for part in _containers(batch)):
-            return batch_size_of(batch, may_be_empty=True)
-    except WorkloadError:
-        pass
-    samples = _first_size(batch)
-    if samples is None:
-        raise InputError(
-            f"A batch is a {type(batch).__name__} without a tensor that has dimensions. Expected a tensor with the "
-            "samples in its first dimension. Pass count=, a function that returns the samples of a batch.",
-        )
-    return samples
+    root = Node.of(batch)
+    with suppress(WorkloadError):
+        return read(root, 0).size
+    for node in root.all():
+        if isinstance(node.value, PackedSequence):
+            return int(node.value.batch_sizes[0])  # `data` has a row for each time step of each sample
+        if isinstance(node.value, torch.Tensor) and node.value.dim():
+            return node.value.size(0)
+    raise InputError(
+        f"A batch is a {type(batch).__name__} without a tensor that has dimensions. Expected a tensor with the "
+        "samples in its first dimension. Pass count=, a function that returns the samples of a batch.",
+    )
 
 
 def samples_and_count(batch: Any, count: Count | None) -> tuple[int, float]:
@@ -108,21 +109,6 @@ def samples_and_count(batch: Any, count: Count | None) -> tuple[int, float]:
         return count_samples(batch), number
     except InputError:
         return int(number), number
-
-
-def _first_size(part: Any) -> int | None:
-    if isinstance(part, torch.Tensor):
-        return int(part.size(0)) if part.dim() else None
-    if isinstance(part, PackedSequence):
-        return int(part.batch_sizes[0])  # `data` has a row for each time step of each sample
-    found = (_first_size(item) for _, item in children_of(part) or ())
-    return next((size for size in found if size is not None), None)
-
-
-def _containers(tree: Any) -> Iterator[Any]:
-    yield tree
-    for _, item in children_of(tree) or ():
-        yield from _containers(item)
 
 
 def let_go(held: list[Any]) -> Iterator[Any]:

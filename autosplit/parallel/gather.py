@@ -37,8 +37,8 @@ from autosplit.devices.transfer import active_placement, transfer, transfer_into
 from autosplit.errors import WorkloadError, warn_user
 from autosplit.parallel.loss_weights import DoubtfulWeights
 from autosplit.torch_versions import FakeTensor
-from autosplit.workload.samples import are_similar, is_plain_sequence, is_records
-from autosplit.workload.tree import children_of, is_cache, leaves_of, map_tensors, with_children
+from autosplit.workload.batch_layout import BatchLayout
+from autosplit.workload.tree import Node, is_cache, map_tensors, with_children
 
 
 class AmbiguousBatchWarning(UserWarning):
@@ -139,50 +139,49 @@ class Gathering:
     """Join the outputs of the replicas, in containers of the same types. See Note [Joined outputs].
 
     Args:
+        layout: The layout of the call. If lists in the call were cut, lists in the outputs may contain samples.
         weights: The weight of each replica's scalars: a number, or a scalar tensor on any device.
         shares: Samples of each replica. If empty, sizes are not checked.
         seen: Facts from earlier batches.
-        cuts_lists: Whether lists in the call were cut. Then lists in the outputs may contain samples.
-        lengths: Sizes of the inputs' dimensions after the batch, such as the tokens of each sample.
-        views: Numbers of tensors that are next to each other in the call, such as the views of each sample.
     """
 
-    dim: int
+    layout: BatchLayout
     weights: Sequence[float | Tensor]
     link: Link | PlacedLink
     shares: tuple[int, ...] = ()
     seen: SeenOutputs = dataclasses.field(default_factory=SeenOutputs)
-    cuts_lists: bool = False
-    lengths: frozenset[int] = frozenset()
-    views: frozenset[int] = frozenset()
 
-    def join(self, outputs: list[Any], place: str = "") -> Any:
-        """Join the outputs of all active devices.
+    @property
+    def dim(self) -> int:
+        """The batch dimension."""
+        return self.layout.dim
 
-        Args:
-            place: The place in the module's output, for messages, such as ``['logits']``.
-        """
-        first = outputs[0]
-        if any(type(output) is not type(first) for output in outputs):
-            raise _cannot_join("types", [type(output).__name__ for output in outputs], place)
+    def join(self, outputs: list[Any]) -> Any:
+        """Join the outputs of all active devices."""
+        return self._join([Node.of(output) for output in outputs])
+
+    def _join(self, nodes: list[Node]) -> Any:
+        first, place, values = nodes[0].value, nodes[0].place, [node.value for node in nodes]
+        if any(type(value) is not type(first) for value in values):
+            raise _cannot_join("types", [type(value).__name__ for value in values], place)
         if isinstance(first, Tensor):
-            return self._join_tensors(outputs, place)
+            return self._join_tensors(values, place)
         if is_cache(type(first)):
-            return self._join_caches(outputs)
-        if children_of(first) is None:
-            return self._join_plain(outputs, place)
-        if is_plain_sequence(first) and self._hold_samples(outputs, place):
-            return self._join_lists(outputs)
-        return self._join_children(outputs, lambda column, key: self.join(column, place + key), place)
+            return self._join_caches(values)
+        if nodes[0].children is None:
+            return self._join_plain(values, place)
+        if nodes[0].is_sequence and self._hold_samples(nodes):
+            return self._join_lists(values)
+        return self._join_children(nodes, self._join)
 
-    def _join_children(self, outputs: list[Any], join: Callable[[list[Any], str], Any], place: str = "") -> Any:
-        first = outputs[0]
-        parts = [dict(children_of(output) or ()) for output in outputs]
-        if any(part.keys() != parts[0].keys() for part in parts):
-            if isinstance(first, (tuple, list)):
-                raise _cannot_join("lengths", [len(output) for output in outputs], place)
-            raise _cannot_join("keys", [list(output) for output in outputs], place)
-        return with_children(first, [join([part[key] for part in parts], key) for key in parts[0]])
+    def _join_children(self, nodes: list[Node], join: Callable[[list[Node]], Any]) -> Any:
+        values, place = [node.value for node in nodes], nodes[0].place
+        named = [{child.place: child for child in node.children or ()} for node in nodes]
+        if any(children.keys() != named[0].keys() for children in named):
+            if isinstance(values[0], (tuple, list)):
+                raise _cannot_join("lengths", [*map(len, values)], place)
+            raise _cannot_join("keys", [*map(list, values)], place)
+        return with_children(values[0], [join([children[key] for children in named]) for key in named[0]])
 
     def _join_lists(self, outputs: list[Any]) -> Any:
         items = [
@@ -192,8 +191,8 @@ class Gathering:
         ]
         return items if type(outputs[0]) is list else type(outputs[0])(items)
 
-    def _hold_samples(self, outputs: list[Any], place: str) -> bool:
-        lengths = tuple(map(len, outputs))
+    def _hold_samples(self, nodes: list[Node]) -> bool:
+        place, lengths = nodes[0].place, tuple(len(node.value) for node in nodes)
         if len(self.shares) < 2:
             return False
         if lengths != self.shares:
@@ -202,28 +201,28 @@ class Gathering:
             return False
         if len(set(lengths)) > 1:
             self.seen.lists[place] = True
-        return self.seen.lists[place] if place in self.seen.lists else self._likely_hold_samples(outputs, place)
+        return self.seen.lists[place] if place in self.seen.lists else self._likely_hold_samples(nodes)
 
-    def _likely_hold_samples(self, outputs: list[Any], place: str) -> bool:
-        first, size = outputs[0], len(outputs[0])
-        tensors = [leaf for leaf in leaves_of(outputs) if isinstance(leaf, Tensor)]
+    def _likely_hold_samples(self, nodes: list[Node]) -> bool:
+        first, place, size = nodes[0].value, nodes[0].place, len(nodes[0].value)
+        tensors = [tensor.value for node in nodes for tensor in node.tensors]
         if not tensors:
-            constant = all(output == first for output in outputs)
+            constant = all(node.value == first for node in nodes)
             # A tuple may be a constant, such as the size of an image, or counts: `return correct, total`.
             single = isinstance(first, tuple) and (constant or all(isinstance(item, numbers.Number) for item in first))
             if constant or single:
                 self._warn_of_list(first, place, "values of the whole batch" if single else "samples")
             return not single
-        if not are_similar(first) and not is_records(first):
+        if not nodes[0].has_similar_items and not nodes[0].has_records:
             return False
         if all(leaf.dim() == 0 for leaf in tensors):
             return self._are_scalars_of_samples(first, place)
         rows = [_rows(leaf, self.dim) for leaf in tensors if leaf.dim() > 0]
         if any(row != size for row in rows):  # the rows are not samples, so the tensors cannot be concatenated
-            return self.cuts_lists or not any(size in leaf.shape for leaf in tensors)
+            return bool(self.layout.lists) or not any(size in leaf.shape for leaf in tensors)
         if isinstance(first, tuple):
             return False
-        if self.cuts_lists:
+        if self.layout.lists:
             raise self._ambiguous(f"a list of {size} items whose tensors have {size} rows", place, "a tuple")
         self._warn_of_list(first, place, "a container of tensors with the batch first")
         return False
@@ -231,7 +230,7 @@ class Gathering:
     def _are_scalars_of_samples(self, first: Any, place: str) -> bool:
         if isinstance(first, tuple):
             return False
-        if not self.cuts_lists:
+        if not self.layout.lists:
             raise self._ambiguous(f"a list of {len(first)} scalars", place, "a tuple or dict of losses")
         self._warn_of_list(first, place, "samples")
         return True
@@ -296,14 +295,15 @@ class Gathering:
             return
         each = (rows[0] or 0) // self.shares[0]
         if rows == tuple(each * share for share in self.shares):
-            if each > 1 and each in self.views - self.lengths:
+            lengths = self.layout.lengths
+            if each > 1 and each in self.layout.views - lengths:
                 raise WorkloadError(
                     f"The output{place} has {each} rows for each sample, and the call has {each} tensors for each "
                     "sample. Expected one row for each sample: joined parts of torch.cat(views) are in another order. "
                     "Return torch.stack(views, 1), and call output.transpose(0, 1).flatten(0, 1) on the joined output.",
                 )
             others = [size for dim, size in enumerate(tensors[0].shape) if dim != self.dim]
-            if len(set(self.shares)) > 1 or (each in self.lengths and self.shares[0] not in others):
+            if len(set(self.shares)) > 1 or (each in lengths and self.shares[0] not in others):
                 self.seen.flat.add(place)  # `each` rows for each sample, for example one for each token
             if place in self.seen.flat:
                 return
@@ -349,22 +349,22 @@ class Gathering:
                 f"{len(caches)} replicas returned the same {type(caches[0]).__name__} object. Expected a separate "
                 "cache from each. Pass use_cache=False and no past_key_values if the batch is split.",
             )
-        return self._join_state(caches)
+        return self._join_state([Node.of(cache) for cache in caches])
 
-    def _join_state(self, values: list[Any], key: str = "") -> Any:
-        first = values[0]
-        if key == "['batch_size']":
+    def _join_state(self, nodes: list[Node]) -> Any:
+        first, values = nodes[0].value, [node.value for node in nodes]
+        if nodes[0].place == "['batch_size']":
             return sum(values)
         if any(type(value) is not type(first) for value in values):
             raise _cannot_join("types", [type(value).__name__ for value in values])
         if isinstance(first, Tensor):
             # Caches have the batch in dimension 0, for any `dim`. Counters and empty caches have no batch.
             return self._concatenated(values, 0) if first.dim() > 1 else self.link.bring(first, 0)
-        if children_of(first) is not None:
-            return self._join_children(values, self._join_state)
+        if nodes[0].children is not None:
+            return self._join_children(nodes, self._join_state)
         if any(kind.__module__.startswith("transformers.") for kind in type(first).__mro__):
             new = copy.copy(first)
-            new.__dict__.update(self._join_children([vars(value) for value in values], self._join_state))
+            new.__dict__.update(self._join_children([Node.of(vars(value)) for value in values], self._join_state))
             return new
         if isinstance(first, (bool, int, float, str)) and any(value != first for value in values):
             raise _cannot_join("values", values)

@@ -27,8 +27,7 @@ from autosplit.rng import kept_rng
 from autosplit.runtime.live_tensors import untouched
 from autosplit.runtime.prepare import build, workload_source
 from autosplit.torch_versions import FakeTensor
-from autosplit.workload.batch import chunk
-from autosplit.workload.samples import batch_size_of
+from autosplit.workload.batch_layout import read_batch
 from autosplit.workload.tree import tensors_of
 from autosplit.workload.workload import Workload, made_batch, modules_of
 
@@ -108,9 +107,10 @@ def checks_for(
             built = _with_model(workload if has_memory or rebuild is None else rebuild())
             batch = _batch_of(built)
             size = _affordable_samples(built, batch)
-            total = batch_size_of(batch, built.batch_dim)
+            layout = read_batch(batch, built.batch_dim)
+            total = layout.size
             remark = "" if size == total else f"Checked with the first {size} of {total} samples."
-            part = chunk(batch, (size, total - size), built.batch_dim, total)[0] if size < total else batch
+            part = layout.cut((size, total - size))[0] if size < total else batch
             return tuple(map(_without_rounding, Comparison(built, part, remark).checks())), ()
         except TooDearError as error:
             why = str(error) or f"a forward of {LEAST_SAMPLES} samples on the CPU took over {WARM_S:g} s"
@@ -204,9 +204,9 @@ def _made_without_memory(make: Callable[[], Any]) -> Sequence[nn.Module]:
 
 def _affordable_samples(workload: Workload, batch: Any) -> int:
     """Run a few samples, and return how many samples fit into the time and the memory for one pass."""
-    total = batch_size_of(batch, workload.batch_dim)
-    few = min(total, LEAST_SAMPLES)
-    part = chunk(batch, (few, total - few), workload.batch_dim, total)[0] if few < total else batch
+    layout = read_batch(batch, workload.batch_dim)
+    total, few = layout.size, min(layout.size, LEAST_SAMPLES)
+    part = layout.cut((few, total - few))[0] if few < total else batch
     with ExitStack() as closing:
         copy = begin(workload, part, closing, limit_s=COLD_S).copy
         if copy.seconds * total > PASS_S * few:  # a busy machine, or a cold start

@@ -19,7 +19,7 @@ from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDea
 from autosplit.probe.loss_rule import Rule, by_samples, mixed, reduction_of, rule_of, unseen_rule
 from autosplit.runtime.live_tensors import kept_values
 from autosplit.torch_versions import BATCH_NORMS, NORMS
-from autosplit.workload.samples import batch_size_of
+from autosplit.workload.batch_layout import read_batch
 from autosplit.workload.workload import Workload, modules_of, sample_text
 
 LEAST_SAMPLES = 4
@@ -70,7 +70,7 @@ class Begun:
 def begin(workload: Workload, batch: Any, closing: ExitStack, limit_s: float | None = None) -> Begun:
     """Copy a workload and run the whole batch, in float64 or, if the model can't run in float64, in float32."""
     refusal = ""
-    shares = _shares_of(workload, batch_size_of(batch, workload.batch_dim))
+    shares = _shares_of(workload, read_batch(batch, workload.batch_dim).size)
     for dtype in (torch.float64, torch.float32):
         copy = QuietCopy(workload, batch, dtype, shares)
         try:

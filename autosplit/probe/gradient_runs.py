@@ -26,7 +26,7 @@ from autosplit.parallel.replicate import BufferCopies, moving_buffers
 from autosplit.probe.label_counts import CrossEntropies, CrossEntropy, LabelMean, label_means
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.tracked_step import wrapper_for
-from autosplit.workload.batch import chunk
+from autosplit.workload.batch_layout import BatchLayout
 from autosplit.workload.model_call import on_first_device, training_loss
 from autosplit.workload.models import Models
 from autosplit.workload.tree import map_tensors
@@ -183,7 +183,7 @@ class QuietCopy:
     @property
     def micro_batches(self) -> list[Any]:
         """The micro-batches."""
-        return chunk(self.batch, self.micro_sizes, self.workload.batch_dim, sum(self.shares))
+        return BatchLayout.of(self.batch, sum(self.shares), self.workload.batch_dim).cut(self.micro_sizes)
 
     def _run(self, models: Models, batch: Any, *, scale: float = 1.0) -> Gradients:
         workload, self._seen = self.workload, {}

@@ -5,7 +5,6 @@ The arguments of `torch.nn.functional.cross_entropy` and `nll_loss` are recorded
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from autosplit.parallel.batch_counts import as_count
 from autosplit.parallel.loss_weights import IGNORED_LABEL, is_integer
-from autosplit.workload.tree import leaves_of
+from autosplit.workload.tree import Node
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +87,7 @@ class LabelMean:
 
     def __call__(self, batch: Any) -> float:
         """Return the divisor of a batch's loss."""
-        labels = next(itertools.islice(leaves_of(batch), self.position, None))
+        labels = Node.of(batch).leaves[self.position].value
         kept = _kept(labels, self.ignored, is_shifted=self.is_shifted)
         return kept.numel() if self.weights is None else as_count(self.weights[kept].sum(), "the class weights' sum")
 
@@ -101,7 +100,7 @@ def label_means(seen: Iterable[CrossEntropy], batch: Any) -> Iterator[LabelMean]
     """Yield the ways to count the labels of each cross entropy, if the batch contains the labels."""
     for one in seen:
         kept = one.target[one.target != one.ignored].cpu().long()
-        for position, leaf in enumerate(leaves_of(batch)):
+        for position, leaf in enumerate(node.value for node in Node.of(batch).leaves):
             if not is_integer(leaf):
                 continue
             for is_shifted in (False, True) if leaf.dim() > 1 else (False,):

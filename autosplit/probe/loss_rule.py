@@ -11,7 +11,7 @@ from torch import Tensor
 from autosplit.parallel.loss_weights import IGNORED_LABEL, is_integer
 from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, relative
 from autosplit.probe.label_counts import LabelMean
-from autosplit.workload.tree import named_leaves
+from autosplit.workload.tree import Node
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def reduction_of(copy: QuietCopy) -> Literal["tokens", "next tokens"] | None:
 
     The labels of the sample batch may all count. But those of the next batch may not.
     """
-    places = [place for place, _ in named_leaves(copy.batch, "")]
+    places = [leaf.place for leaf in Node.of(copy.batch).leaves]
     for mean in copy.label_means if copy.workload.batch_dim == 0 else ():
         if mean.is_mean and not mean.is_special and places[mean.position] == "['labels']":
             return "next tokens" if mean.is_shifted else "tokens"
@@ -81,10 +81,10 @@ def _countable(copy: QuietCopy) -> Iterator[tuple[str, str, tuple[float, float]]
     Each item has a description, a Python expression that counts it in `batch`, and its counts in the two micro-batches.
     """
     first, second = copy.micro_batches
-    leaves = [*named_leaves(first, "batch")]
     for mean in copy.label_means:
         yield str(mean), _expression(copy, mean), (mean(first), mean(second))
-    for (place, one), (_, other) in reversed([*zip(leaves, named_leaves(second, "batch"), strict=True)]):
+    leaves = zip(Node.of(first, "batch").leaves, Node.of(second).leaves, strict=True)
+    for place, one, other in reversed([(leaf.place, leaf.value, twin.value) for leaf, twin in leaves]):
         if not isinstance(one, Tensor) or one.dim() == 0 or one.is_complex():
             continue
         if is_integer(one):
@@ -99,7 +99,7 @@ def _countable(copy: QuietCopy) -> Iterator[tuple[str, str, tuple[float, float]]
 
 
 def _expression(copy: QuietCopy, mean: LabelMean) -> str:
-    place, _ = [*named_leaves(copy.batch, "batch")][mean.position]
+    place = Node.of(copy.batch, "batch").leaves[mean.position].place
     labels = f"{place}{'[:, 1:]' * mean.is_shifted}"
     kept = f"{labels} != {mean.ignored}"
     if mean.weights is None:

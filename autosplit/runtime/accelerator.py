@@ -33,8 +33,7 @@ from autosplit.runtime.timing import timed
 from autosplit.runtime.tracked_step import bucket_bytes, gradients_in, views_buckets, wrapper_for
 from autosplit.runtime.trainee import Trainee
 from autosplit.solve.memory import MemoryParts
-from autosplit.workload.batch import unmarked
-from autosplit.workload.tree import map_tensors
+from autosplit.workload.tree import map_tensors, unmarked
 from autosplit.workload.workload import Workload, modules_of
 
 T = TypeVar("T")

@@ -35,8 +35,7 @@ from autosplit.oom import is_oom, scarcity
 from autosplit.parallel.batch_counts import Count, counted
 from autosplit.parallel.parts import OnOom, Part, check_on_oom
 from autosplit.rng import RngState
-from autosplit.workload.batch import chunk
-from autosplit.workload.samples import batch_size_of
+from autosplit.workload.batch_layout import BatchLayout, read_batch
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +120,7 @@ class Cuts:
 
     def samples_of(self, part: Part) -> int:
         """Return the number of samples of a part."""
-        return batch_size_of(part.batch, self.dim)
+        return read_batch(part.batch, self.dim).size
 
     def count_run(self, part: Part) -> None:
         """Count a run of a part, whether it fails or not."""
@@ -139,7 +138,7 @@ class Cuts:
 
     def _cut(self, part: Part, samples: int, ends: list[int]) -> list[Part]:
         sizes = tuple(end - begin for begin, end in itertools.pairwise(ends))
-        batches = chunk(part.batch, sizes, self.dim, samples)
+        batches = BatchLayout.of(part.batch, samples, self.dim).cut(sizes)
         if not part.size:
             counts: Iterable[float] = [0] * len(sizes)
         else:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import WorkloadError, users_errors
-from autosplit.workload.tree import Whole, leaves_of, map_leaves, map_tensors, tensors_of
+from autosplit.workload.tree import Node, Whole, map_leaves, map_tensors, tensors_of
 from autosplit.workload.workload import Workload
 
 
@@ -73,7 +73,7 @@ def _length_of(batch: Any, size: int, dim: int) -> int | None:
     """Return the length of the first tensor. Prefer `input_ids`, because labels may come first in a mapping."""
     if isinstance(batch, (Mapping, UserDict)) and isinstance(batch.get("input_ids"), Tensor):
         batch = batch["input_ids"]
-    tensors = (leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
+    tensors = (part.value for part in Node.of(batch).tensors)
     along = 0 if dim else 1
     return next((int(one.size(along)) for one in tensors if one.dim() > max(dim, 1) and one.size(dim) == size), None)
 

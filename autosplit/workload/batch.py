@@ -1,85 +1,28 @@
-"""Cut a batch, and resize a batch. See Note [What is cut] in `autosplit.workload.samples`."""
+"""Make batches of other sizes: repeat the samples of a batch, or call the user's `make_batch`.
+
+# Note [Made batches]
+The batches of a user's `make_batch` can have any form. Two small batches show which sizes are the number of samples.
+For example, with batches of 2 and 4 graphs:
+
+    batch["x"]           (7, 4) and (14, 4)     all nodes
+    batch["edge_index"]  (2, 7) and (2, 14)     all edges
+    batch["y"]           (2,) and (4,)          one class for each graph: the rows are the samples
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autosplit.devices.transfer import active_placement, transfer
-from autosplit.errors import WorkloadError
-from autosplit.workload.samples import Layout, batch_size_of, uncuttable
-from autosplit.workload.tree import Whole, children_of, leaves_of, map_tensors, with_children
-
-
-def unmarked(tree: Any) -> Any:
-    """Return a batch without `Whole` markers, for a plain module."""
-    if not any(isinstance(leaf, Whole) for leaf in leaves_of(tree)):
-        return tree
-    return map_tensors(lambda tensor: tensor, tree)
-
-
-def _map_samples(
-    layout: Layout,
-    tree: Any,
-    of_tensor: Callable[[Tensor], Tensor],
-    of_items: Callable[[list[Any]], list[Any]],
-    of_others: Callable[[Any], Any] = lambda value: value,
-) -> Any:
-    """Apply a function to each tensor and each list of samples.
-
-    Args:
-        of_others: Applied to tensors without samples, and to the values of `Whole` markers.
-    """
-
-    def walk(node: Any, level: int) -> Any:
-        if isinstance(node, Whole):
-            return of_others(node.value)
-        if layout.is_list(node, level):
-            items = of_items(list(node))
-            return items if type(node) is list else type(node)(items)
-        children = children_of(node)
-        if children is not None:
-            return with_children(node, [walk(item, level + 1) for _, item in children])
-        if not isinstance(node, Tensor):
-            return node
-        return of_tensor(node) if layout.is_cut(node) else of_others(node)
-
-    return walk(tree, 0)
-
-
-def chunk(
-    tree: Any, sizes: tuple[int, ...], dim: int = 0, size: int | None = None, *, layout: Layout | None = None
-) -> list[Any]:
-    """Cut a batch into one batch per size. Tensors are views. Each batch contains all parts without samples.
-
-    Args:
-        layout: Decides which parts contain samples. Default: the layout of a batch of `size` samples.
-
-    Raises:
-        WorkloadError: A part of the batch cannot be cut.
-    """
-    if len(sizes) == 1 and size is not None:
-        return [unmarked(tree)]
-    size = batch_size_of(tree, dim) if size is None else size
-    assert sum(sizes) == size, (sizes, size)
-    if layout is None:
-        layout = Layout.of(tree, size, dim)
-        if len(sizes) > 1 and (why := uncuttable(tree, "batch", layout)):
-            raise WorkloadError(why)
-    ends = [*itertools.accumulate(sizes)]
-    return [
-        _map_samples(
-            layout,
-            tree,
-            lambda tensor, a=end - n, n=n: tensor.narrow(dim, a, n),  # type: ignore[misc]
-            lambda items, a=end - n, b=end: items[a:b],  # type: ignore[misc]
-        )
-        for end, n in zip(ends, sizes, strict=True)
-    ]
+from autosplit.errors import WorkloadError, users_errors
+from autosplit.rng import kept_rng
+from autosplit.workload.batch_layout import read_batch
+from autosplit.workload.tree import Node, Whole, map_tensors
 
 
 def placed_on(device: int, tree: Any) -> Any:
@@ -102,15 +45,91 @@ def resize(tree: Any, n: int, dim: int = 0) -> Any:
 
     Tensors without samples are marked as `Whole`, because at a different size, a ``(T, T)`` mask may look like a batch.
     """
-    size = batch_size_of(tree, dim)
+    layout = read_batch(tree, dim)
 
     def repeat(tensor: Tensor) -> Tensor:
-        index = torch.arange(n, device=tensor.device).remainder_(size)
+        index = torch.arange(n, device=tensor.device).remainder_(layout.size)
         repeated = tensor.detach().index_select(dim, index)
-        layout = _CHANNELS_LAST.get(tensor.dim()) if tensor.layout is torch.strided else None
-        if layout is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=layout):
+        memory_format = _CHANNELS_LAST.get(tensor.dim()) if tensor.layout is torch.strided else None
+        if memory_format is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=memory_format):
             return repeated
-        return repeated.contiguous(memory_format=layout)  # the memory format decides which kernels run
+        return repeated.contiguous(memory_format=memory_format)  # the memory format decides which kernels run
 
-    layout = Layout.of(tree, size, dim)
-    return _map_samples(layout, tree, repeat, lambda items: [items[i % size] for i in range(n)], Whole)
+    return layout.map(repeat, lambda items: [items[i % layout.size] for i in range(n)], Whole)
+
+
+COLLATED = "torch.utils.data.default_collate(samples)"
+"""The call that turns a list of samples into a batch, for messages."""
+
+
+def is_list_of_samples(batch: Any) -> bool:
+    """Return whether a batch looks like a list of samples that was not collated."""
+    if type(batch) is not list or len(batch) < 2 or any(isinstance(sample, Tensor) for sample in batch):
+        return False
+    return Node.of(batch).has_similar_items
+
+
+MADE_SIZES = (2, 4)
+"""Samples of the two small batches. Both are even, because some batches consist of pairs."""
+
+MADE_SAMPLES = 4
+"""Samples of a sample batch that `make_batch` makes."""
+
+
+@dataclass(frozen=True)
+class MadeBatches:
+    """Count the samples of batches of one `make_batch`. See Note [Made batches].
+
+    Attributes:
+        keys: The tensors and lists whose size is the number of samples.
+    """
+
+    keys: tuple[tuple[str, bool], ...]
+    dim: int
+    is_constant: bool = False
+
+    @classmethod
+    def of(cls, make_batch: Callable[[int], Any], dim: int) -> MadeBatches:
+        """Make two small batches, and find the sizes that grow with the number of samples."""
+        try:
+            with kept_rng():
+                few, more = (_sizes_in(make_batch(n), dim) for n in MADE_SIZES)
+        except Exception:  # noqa: BLE001  # `make_batch` may not support small batches. A later call shows its error
+            return cls((), dim)
+        keys = (key for key, size in few.items() if (size, more.get(key)) == MADE_SIZES)
+        return cls(tuple(keys), dim, few == more)
+
+    def count(self, batch: Any) -> int | None:
+        """Return the number of samples of a batch, or None if no part shows it."""
+        sizes = _sizes_in(batch, self.dim)
+        found = next((sizes[key] for key in self.keys if key in sizes), None)
+        return _count_or_none(batch, self.dim) if found is None and self.is_constant else found
+
+    def sample_batch(self, make_batch: Callable[[int], Any], given: Any) -> tuple[Any, int, tuple[str, ...]]:
+        """Return the sample batch, its number of samples, and notes.
+
+        If the given batch does not show the number of samples, `make_batch` makes the sample batch, with a note.
+        """
+        size = self.count(given) or _count_or_none(given, self.dim)
+        if size:
+            return given, size, ()
+        with users_errors("make_batch"):
+            made = make_batch(MADE_SAMPLES)
+        note = (
+            "autosplit can't detect the number of samples in the sample batch, so it used "
+            f"make_batch({MADE_SAMPLES}) instead."
+        )
+        return made, MADE_SAMPLES, (note,)
+
+
+def _count_or_none(batch: Any, dim: int) -> int | None:
+    """Return the number of samples of a batch, or None if its tensors have no size in common."""
+    try:
+        return read_batch(batch, dim).size
+    except WorkloadError:
+        return None
+
+
+def _sizes_in(batch: Any, dim: int) -> dict[tuple[str, bool], int]:
+    sizes = ((node.key, node.extent(dim)) for node in Node.of(batch).all())
+    return {key: size for key, size in sizes if size is not None}

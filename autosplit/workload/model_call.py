@@ -17,10 +17,10 @@ from autosplit.devices.transfer import HOST, active_placement
 from autosplit.errors import WorkloadError, advise
 from autosplit.notes import Note
 from autosplit.text import counted_text
-from autosplit.workload.batch import placed_on, unmarked
+from autosplit.workload.batch import COLLATED, is_list_of_samples, placed_on
+from autosplit.workload.batch_layout import BatchLayout
 from autosplit.workload.models import Models
-from autosplit.workload.samples import COLLATED, doubting, is_list_of_samples
-from autosplit.workload.tree import map_tensors, named_leaves, tensors_of
+from autosplit.workload.tree import Node, map_tensors, tensors_of, unmarked
 from autosplit.workload.workload import Workload, modules_of
 
 
@@ -121,10 +121,11 @@ def training_loss(workload: Workload, model: Any, batch: Any) -> Tensor:
             parameter.
     """
     try:
-        leaves = named_leaves(workload.sample_batch, "sample_batch")
-        with doubting(leaves, workload.sample_batch_size, workload.batch_dim):
-            loss = _loss(workload, model, batch)
+        loss = _loss(workload, model, batch)
     except (TypeError, RuntimeError, LookupError) as error:
+        if isinstance(error, (RuntimeError, IndexError)):
+            root = Node.of(workload.sample_batch, "sample_batch")
+            BatchLayout(root, workload.sample_batch_size, workload.batch_dim).advise(error)
         parameter, first = Models.of(model).first_parameter, next(tensors_of(batch), None)
         if parameter is not None and first is not None and parameter.device.type != first.device.type:
             device = parameter.device

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from autosplit.errors import WorkloadError
 from autosplit.rng import kept_rng
-from autosplit.workload.samples import batch_size_of
-from autosplit.workload.tree import children_of, leaves_of, map_tensors
+from autosplit.workload.batch_layout import read
+from autosplit.workload.tree import Node, map_tensors
 
 
 def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
@@ -84,26 +83,10 @@ def _iterating(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
 
 
 def _extent(batch: Any, index: int, dim: int) -> tuple[int, int]:
-    where = f"Batch {index} of the loader"
-    kind = _ragged(batch)
-    if kind is not None:
-        raise WorkloadError(
-            f"{where} has a {kind}. Expected tensors with one batch dimension. Pad the samples in collate_fn and "
-            "pack them inside the model.",
-        )
     try:
-        size = batch_size_of(batch, dim, may_be_empty=True)
+        layout = read(Node.of(batch), dim)
     except WorkloadError as error:
+        where = f"Batch {index} of the loader"
         raise WorkloadError(f"{where}: {error} Pad samples of different lengths in collate_fn.") from error
-    tensors = (leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
-    held = [tensor for tensor in tensors if tensor.dim() > dim and tensor.size(dim) == size]
-    return (sum(tensor.numel() for tensor in held) // size, size) if size else (0, 0)
-
-
-def _ragged(tree: Any) -> str | None:
-    if isinstance(tree, PackedSequence):
-        return "PackedSequence"
-    if isinstance(tree, Tensor):
-        return "nested tensor" if tree.is_nested else None
-    found = (_ragged(item) for _, item in children_of(tree) or ())
-    return next((kind for kind in found if kind is not None), None)
+    elements = sum(node.value.numel() for node in layout.rows.values())
+    return (elements // layout.size, layout.size) if layout.size else (0, 0)

@@ -17,10 +17,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from autosplit.errors import InputError, WorkloadError
 from autosplit.text import counted_text
+from autosplit.workload.batch import COLLATED, MadeBatches, is_list_of_samples
+from autosplit.workload.batch_layout import read_batch
 from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.models import Models, Several
 from autosplit.workload.sample_batch import largest_batch
-from autosplit.workload.samples import COLLATED, MadeBatches, batch_size_of, is_list_of_samples, shapes_text
+from autosplit.workload.tree import shapes_text
 
 PRECISIONS = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The autocast dtype of each precision. `fp16` also uses a GradScaler."""
@@ -148,7 +150,7 @@ class Workload:
         if self.make_batch is not None:
             self._count_made(self.make_batch)
         else:
-            object.__setattr__(self, "sample_batch_size", batch_size_of(self.sample_batch, self.batch_dim))
+            object.__setattr__(self, "sample_batch_size", read_batch(self.sample_batch, self.batch_dim).size)
 
     def _check_pair(self) -> None:
         is_pair = isinstance(self.sample_batch, (tuple, list)) and len(self.sample_batch) == 2

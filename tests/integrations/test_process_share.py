@@ -399,15 +399,19 @@ class TestExamining:
         batch = Samples.in_data_set(data, torch.stack).batch_of(range(8))
         assert batch.flatten().tolist() == [*range(0, 80, 10)]
 
+    def test_lists_are_cut_like_tensors(self):
+        batch = {"x": torch.rand(4), "names": ["a", "bb", "ccc", "dddd"]}
+        finding = examine_others(
+            lambda rows: sum(float(x) * len(name) for x, name in zip(*rows.values(), strict=True)) / len(rows["x"]),
+            batch,
+            otherwise="labels",
+        )
+        assert (finding.rule, finding.error < TOLERANCE) == ("samples", True)
+
     @pytest.mark.parametrize(
         ("batch", "loss", "why"),
         [
             ({"x": torch.rand(1, 2)}, lambda rows: float(rows["x"].mean()), "there is only one sample"),
-            (
-                {"x": torch.rand(4, 2), "names": ["a", "b", "c", "d"]},
-                lambda rows: float(rows["x"].mean()),
-                "the batch has lists",
-            ),
             ({"x": torch.rand(4), "y": torch.rand(3, 5)}, lambda rows: 1.0, "disagree on the batch size"),
             ({"x": torch.rand(4)}, lambda rows: float(torch.rand(())), "not the same twice"),
             (

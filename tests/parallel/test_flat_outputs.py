@@ -70,5 +70,5 @@ def test_a_filled_cache_is_refused():
     cache = transformers.DynamicCache()
     wrap(Cached(), 3, 1)(torch.randn(4, 2), cache)
     cache.update(torch.randn(4, 2, 5, 3), torch.randn(4, 2, 5, 3), 0)
-    with pytest.raises(WorkloadError, match=r"inputs\[1\] is a DynamicCache with entries.*Pass an empty cache"):
+    with pytest.raises(WorkloadError, match=r"inputs\[1\] is a DynamicCache with entries.*or an empty cache"):
         wrap(Cached(), 3, 1)(torch.randn(4, 2), cache)

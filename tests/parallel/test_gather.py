@@ -13,12 +13,14 @@ from raised import raises
 from autosplit.errors import WorkloadError
 from autosplit.parallel.gather import Gathering, Link
 from autosplit.parallel.loss_weights import DoubtfulWeights, ReduceWarning
+from autosplit.workload.batch_layout import BatchLayout
 
 CPU = Link(torch.device("cpu"))
 
 
 def joined(*outputs, weights=None, dim=0):
-    return Gathering(dim, weights or [1.0 / len(outputs)] * len(outputs), CPU).join(list(outputs))
+    layout = BatchLayout.of((), 0, dim)
+    return Gathering(layout, weights or [1.0 / len(outputs)] * len(outputs), CPU).join(list(outputs))
 
 
 def tensor_weights(*counts):

@@ -149,7 +149,7 @@ class TestWhatIsCut:
             (range(4), r"inputs\[1\] is a range of 4 items"),
             (
                 type("Graph", (), {"to": lambda self, device: self})(),
-                r"inputs\[1\] is a Graph, which autosplit can't cut into samples, because it moves",
+                r"inputs\[1\] is a Graph, which moves itself",
             ),
             (pack_sequence([X]), "PackedSequence"),
         ],

@@ -288,11 +288,11 @@ class TestFromLoaderLeavesNothing:
         ({"x": X}, {}, "loader is a dict"),
         ([X, "text"], {}, "Batch 1 of the loader: The batch has no tensor.*"),
         ([[torch.zeros(3, 2), torch.zeros(5, 7)]], {}, "Batch 0 of the loader: The tensors of the batch disagree"),
-        ([[pack_sequence([X])]], {}, "Batch 0 of the loader has a PackedSequence"),
+        ([[pack_sequence([X])]], {}, r"Batch 0 of the loader: \[0\] is a PackedSequence"),
         (
             [{"x": torch.nested.nested_tensor([X, X], layout=torch.jagged)}],
             {},
-            "Batch 0 of the loader has a nested tensor",
+            r"Batch 0 of the loader: \[.x.\] is a nested tensor",
         ),
         ([X], {"precision": "fp8"}, "precision is 'fp8'"),
     ],

@@ -15,8 +15,8 @@ from raised import raises
 from torch import Tensor
 
 from autosplit.errors import WorkloadError
-from autosplit.workload.batch import chunk, resize
-from autosplit.workload.samples import batch_size_of
+from autosplit.workload.batch import resize
+from autosplit.workload.batch_layout import BatchLayout, read_batch
 from autosplit.workload.tree import Whole, tensors_of
 
 
@@ -101,24 +101,24 @@ def batch(request):
 
 class TestTrees:
     def test_every_container_holds_four_samples(self, batch):
-        assert batch_size_of(batch) == 4
+        assert read_batch(batch).size == 4
 
     def test_containers_keep_their_types(self, batch):
         assert type(resize(batch, 2)) is type(batch)
 
     def test_chunks_hold_what_their_sizes_say(self, batch):
-        for size, part in zip((1, 0, 3), chunk(batch, (1, 0, 3)), strict=True):
+        for size, part in zip((1, 0, 3), read_batch(batch).cut((1, 0, 3)), strict=True):
             assert {tensor.size(0) for tensor in tensors_of(part)} == {size}
 
     def test_chunks_are_views_of_the_batch(self, batch):
-        part = chunk(batch, (2, 2))[1]
+        part = read_batch(batch).cut((2, 2))[1]
         for ours, theirs in zip(tensors_of(part), tensors_of(batch), strict=True):
             assert ours.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr()
 
     def test_the_original_is_left_alone(self, batch):
         before = [tensor.clone() for tensor in tensors_of(batch)]
         resize(batch, 9)
-        chunk(batch, (4,))
+        read_batch(batch).cut((4,))
         for old, new in zip(before, tensors_of(batch), strict=True):
             assert torch.equal(old, new)
 
@@ -131,25 +131,25 @@ class TestTrees:
 class TestBatchSize:
     def test_mask_of_another_size_is_no_batch(self):
         tokens, mask = torch.zeros(8, 16), torch.zeros(16, 16)
-        assert batch_size_of((tokens, mask)) == 8
-        assert batch_size_of((mask, tokens)) == 8
-        assert batch_size_of({"mask": mask, "other": mask, "tokens": tokens}) == 8
+        assert read_batch((tokens, mask)).size == 8
+        assert read_batch((mask, tokens)).size == 8
+        assert read_batch({"mask": mask, "other": mask, "tokens": tokens}).size == 8
 
     def test_positions_of_one_row_are_no_batch(self):
-        assert batch_size_of((torch.zeros(1, 16), torch.zeros(8, 16))) == 8
+        assert read_batch((torch.zeros(1, 16), torch.zeros(8, 16))).size == 8
 
     def test_disagreement(self):
         with raises(WorkloadError):
-            batch_size_of((rows(4), rows(5, 7)))
+            read_batch((rows(4), rows(5, 7)))
 
     def test_empty(self):
         with raises(WorkloadError, "0"):
-            batch_size_of({"x": torch.zeros(0, 3)})
+            read_batch({"x": torch.zeros(0, 3)})
 
     @pytest.mark.parametrize("batch", [(), {}, None, "text", torch.tensor(1.0), [None, 3], (Whole(torch.zeros(3)),)])
     def test_nothing_to_split(self, batch):
         with raises(WorkloadError, "0"):
-            batch_size_of(batch)
+            read_batch(batch)
 
 
 class TestResize:
@@ -176,7 +176,7 @@ class TestResize:
 class TestWhole:
     def test_goes_whole_into_each_chunk(self):
         mask = torch.zeros(4, 4)
-        for part in chunk({"x": torch.zeros(4, 4), "mask": Whole(mask)}, (1, 3)):
+        for part in read_batch({"x": torch.zeros(4, 4), "mask": Whole(mask)}).cut((1, 3)):
             assert part["mask"] is mask
 
 
@@ -189,7 +189,7 @@ def test_chunks_put_together_are_the_batch(sizes, dim, width):
     shape = [width, width + 10, width + 20]
     shape[dim] = sum(sizes)
     batch = {"x": torch.arange(torch.Size(shape).numel()).view(shape), "twin": (torch.rand(shape),)}
-    parts = chunk(batch, tuple(sizes), dim, sum(sizes))
+    parts = BatchLayout.of(batch, sum(sizes), dim).cut(tuple(sizes))
     assert torch.equal(torch.cat([part["x"] for part in parts], dim), batch["x"])
     assert torch.equal(torch.cat([part["twin"][0] for part in parts], dim), batch["twin"][0])
 

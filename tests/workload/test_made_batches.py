@@ -11,8 +11,9 @@ from torch import nn
 from autosplit import Workload
 from autosplit.errors import UserCodeError, WorkloadError
 from autosplit.workload.batch import resize
+from autosplit.workload.batch_layout import AmbiguousBatchError, read, read_batch
 from autosplit.workload.model_call import assumptions
-from autosplit.workload.samples import AmbiguousBatchError, batch_size_of
+from autosplit.workload.tree import Node
 from autosplit.workload.workload import made_batch
 
 
@@ -78,15 +79,15 @@ class TestLists:
     def test_channels_are_no_samples(self):
         """Eight images of three channels, with three boxes each, counted as three samples."""
         images = [torch.zeros(3, 16, 16) for _ in range(8)]
-        assert batch_size_of((images, [{"boxes": torch.zeros(3, 4)} for _ in range(8)])) == 8
+        assert read_batch((images, [{"boxes": torch.zeros(3, 4)} for _ in range(8)])).size == 8
 
     def test_two_readings_are_refused(self):
         images = [torch.zeros(3, 16, 16) for _ in range(8)]
         with raises(AmbiguousBatchError):
-            batch_size_of({"images": images})
-        assert batch_size_of({"images": images}, expected=8) == 8
+            read_batch({"images": images})
+        assert read(Node.of({"images": images}), 0, expected=8).size == 8
 
     def test_a_list_of_dicts_is_a_batch(self):
         """The models of detectron2 take such batches."""
         samples = [{"image": torch.zeros(3, 8 + index, 8), "height": 8} for index in range(5)]
-        assert batch_size_of(samples) == 5
+        assert read_batch(samples).size == 5
