@@ -119,6 +119,11 @@ class TestImages:
 
         assert_same(Images(), (2, 2), [call(number) for number in (4, 3, 2, 1, 8)])
 
+    def test_a_sequence_as_long_as_the_batch_is_a_sample(self):
+        """Its length was constant at its place in the list, so each device got the sequences of the whole batch."""
+        calls = [(([torch.randn(length, 2) for length in lengths],), {}) for lengths in ((3, 2, 5, 3), (3, 2, 4))]
+        assert_same(Images(), (2, 2), calls)
+
     @pytest.mark.parametrize("kind", ["labels", "boxes", "dicts"])
     def test_accumulated_batches_are_weighted_by_their_items(self, kind):
         """Batches of 5 and 3 images had 3 samples each, because the first tensor has 3 channels."""
