@@ -222,10 +222,10 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             return self.module(*args, **named)
         self._check_module()
         layout, sizes = self._read(inputs, kwargs)
-        active, chunks = self._calls.cut(layout, sizes)
-        if len(active) > 1 and max(sizes) == 1 and (doubt := layout.doubt()):
+        active, shares = [*sizes], tuple(sizes.values())
+        chunks = layout.cut(shares)
+        if len(active) > 1 and max(shares) == 1 and (doubt := layout.doubt()):
             warn_user(f"The batch is cut to single rows. {doubt}", AmbiguousBatchWarning)
-        shares = [sizes[index] for index in active]
         weights = weights_of(self.reduce, self.module, chunks, shares)
         kept, last = self._kept_now()
         try:
@@ -238,12 +238,12 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             if _NORM_NEEDS_TWO not in str(error):
                 raise
             raise WorkloadError(
-                f"The batch of {layout.size} is split {sizes}, and BatchNorm raised an error on a device with 1 sample "
-                f"({_NORM_NEEDS_TWO} when training). Expected 0 or at least 2 samples on each device. Choose "
+                f"The batch of {layout.size} is split {shares}, and BatchNorm raised an error on a device with 1 "
+                f"sample ({_NORM_NEEDS_TWO} when training). Expected 0 or at least 2 samples on each device. Choose "
                 "another split, drop the short last batch (drop_last=True), or use a norm that does not depend on "
                 "the batch.",
             ) from error
-        gathering = Gathering(layout, weights, link, tuple(shares), self._seen[self.module.training])
+        gathering = Gathering(layout, weights, link, shares, self._seen[self.module.training])
         joined = self._joined(gathering, outputs)
         if kept is not None:
             kept.watch(tensors_of(joined), last=last)
@@ -308,8 +308,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         self.synchronize()  # the copy has no replicas, so gradients on other devices would be lost
         return {**self.__dict__, "_kept": None, "_checked": False}
 
-    def _read(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[BatchLayout, tuple[int, ...]]:
-        """Return the layout of a call, and the number of samples of each device."""
+    def _read(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[BatchLayout, dict[int, int]]:
+        """Return the layout of a call, and the samples of each device that runs, by its index."""
         full = sum(self._split) if self._split else None
         try:
             layout = self._calls.read(inputs, kwargs, full)
@@ -318,12 +318,11 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             if lone is None:
                 raise
             # A single device gets the call uncut, so the samples need not be countable.
-            sizes = tuple(full or 1 if index == lone else 0 for index in range(len(self.devices)))
-            return BatchLayout.of((inputs, kwargs), sum(sizes), self.dim), sizes
-        if layout.size:
-            return layout, self.split_of(layout.size, bounded=torch.is_grad_enabled())
-        # Device 0 runs an empty batch, as in nn.DataParallel, and a call without a tensor that can be cut.
-        return layout, (0,) * len(self.devices)
+            return BatchLayout.of((inputs, kwargs), full or 1, self.dim), {lone: full or 1}
+        if not layout.size:  # device 0 runs an empty batch, as in nn.DataParallel, and a call without tensors to cut
+            return layout, {0: 0}
+        sizes = self.split_of(layout.size, bounded=torch.is_grad_enabled())
+        return layout, {index: size for index, size in enumerate(sizes) if size}
 
     def _lone_device(self) -> int | None:
         running = current_accumulation()
@@ -362,10 +361,10 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         Returns:
             A list of positional arguments and a list of keyword arguments, with an entry per device that has samples.
         """
-        active, chunks = self._calls.cut(*self._read(inputs, kwargs or {}))
+        layout, sizes = self._read(inputs, kwargs or {})
         moved = [
             map_tensors(lambda tensor, to=self.devices[index]: tensor.to(to), part)  # type: ignore[misc]
-            for index, part in zip(active, chunks, strict=True)
+            for index, part in zip(sizes, layout.cut(tuple(sizes.values())), strict=True)
         ]
         return [args for args, _ in moved], [named for _, named in moved]
 
@@ -408,7 +407,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         )
 
     def _run(
-        self, active: list[int], chunks: list[Any], kept: KeptReplicas | None, shares: list[int]
+        self, active: list[int], chunks: list[Any], kept: KeptReplicas | None, shares: Sequence[int]
     ) -> tuple[list[Any], Link | PlacedLink]:
         placement = active_placement()
         if placement is not None and len(self.devices) > placement.num_devices:

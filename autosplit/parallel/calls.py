@@ -1,4 +1,4 @@
-"""Count the samples of a wrapper's calls, and cut each call. See Note [What is cut] in `workload.batch_layout`."""
+"""Count the samples of a wrapper's calls. See Note [What is cut] in `autosplit.workload.batch_layout`."""
 
 from __future__ import annotations
 
@@ -38,32 +38,19 @@ class CallReader:
             layout = read(root, self.dim, self.earlier, expected if torch.is_grad_enabled() else None)
         except AmbiguousBatchError as error:
             warn_user(f"{error} It was cut into {error.rows} samples.", AmbiguousBatchWarning)
-            return BatchLayout(root, error.rows, self.dim, self.earlier)
+            layout = BatchLayout(root, error.rows, self.dim, self.earlier)
         except WorkloadError as error:
             raise WorkloadError(
                 f"{self._rows_text(root)}: {error}. A batch that cannot be cut trains on one device or with DDP "
                 "(strategy='ddp')",
             ) from error
-        if layout.size == expected and not self.earlier.lists:
-            self._learn(layout)
+        else:
+            if layout.size == expected and not self.earlier.lists:
+                self._learn_lists(layout)
+        self.earlier.record(layout)
         return layout
 
-    def cut(self, layout: BatchLayout, sizes: tuple[int, ...]) -> tuple[list[int], list[Any]]:
-        """Return the indices of the devices that have samples, and the call of each.
-
-        Args:
-            sizes: Samples of each device.
-
-        Raises:
-            WorkloadError: An argument cannot be cut.
-        """
-        active = [index for index, size in enumerate(sizes) if size] or [0]
-        chunks = layout.cut(tuple(sizes[index] for index in active))
-        if len(active) > 1:
-            self.earlier.record(layout)
-        return active, chunks
-
-    def _learn(self, layout: BatchLayout) -> None:
+    def _learn_lists(self, layout: BatchLayout) -> None:
         """Record which lists of tensors contain samples. Warn of lists of n tensors with n rows each."""
         for node in layout.root.all():
             items = node.children or ()
