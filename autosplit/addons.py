@@ -27,7 +27,7 @@ ADDONS = {
     "plan_for_job_devices": "tools.other_devices:plan_for_job_devices",
     "prepare_simulated": "sim.prepare:prepare_simulated",
     "shard": "tools.fsdp:shard",
-    "simulated_changes": "sim.sensitivity:simulated_changes",
+    "simulated_what_ifs": "sim.sensitivity:simulated_what_ifs",
     "simulated_without": "sim.sensitivity:simulated_without",
     "slow_ranks": "tools.slow_ranks:SlowRanks",
     "token_sampler": "tools.token_sampler:TokenBatchSampler",

@@ -7,10 +7,12 @@ terminal, a bidirectional override could disguise text, and a URL could contain 
 from __future__ import annotations
 
 import html
+import itertools
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 from autosplit.errors import InputError, shown
 
@@ -203,6 +205,50 @@ def bound_text(loader_samples_per_s: float, devices_samples_per_s: float) -> str
 _KEPT = "\n\t"
 _INVISIBLE = ("Cc", "Cf", "Cs", "Cn", "Co")
 """Unicode categories without a visible character: control and format characters, surrogates, unassigned."""
+
+
+def short_name(name: str) -> str:
+    """Remove the manufacturer from a device's name."""
+    return name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+
+
+def shares_text(split: Sequence[int]) -> str:
+    """Format a split. With more than four devices, group equal numbers: ``3 x 1024, 5 x 512``."""
+    if len(split) <= 4:
+        return tuple_text(split)
+    return ", ".join(f"{len([*run])} x {share}" for share, run in itertools.groupby(split))
+
+
+def rates_text(labels: Sequence[str], rates: Sequence[str]) -> str:
+    """Return the sources of simulated GPUs' speeds. If all sources are equal, return the source once."""
+    if len(set(rates)) == 1:
+        return rates[0]
+    return "; ".join(f"{label} {rate}" for label, rate in zip(labels, rates, strict=True))
+
+
+def short_bytes_text(nbytes: int) -> str:
+    """Format bytes as GiB with one decimal, or whole MiB, or whole KiB."""
+    if nbytes >= 2**30:
+        return f"{nbytes / 2**30:.1f} GiB"
+    return f"{nbytes / 2**20:.0f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.0f} KiB"
+
+
+def memory_text(peak_bytes: int, capacity_bytes: int) -> str:
+    """Return ``18.2 of 24.0 GiB (75%)``. The percentage is rounded down, so that only a full memory has 100%."""
+    peak, capacity = short_bytes_text(peak_bytes), short_bytes_text(capacity_bytes)
+    if peak[-3:] == capacity[-3:]:
+        peak = peak[:-4]
+    share = 100 * peak_bytes // capacity_bytes if capacity_bytes else 0
+    return f"{peak} of {capacity} ({share}%)"
+
+
+def request_text(request: Mapping[str, Any]) -> str:
+    """Return the arguments of a request without devices, name and defaults: ``effective_batch_size 256:512``."""
+    texts = []
+    for name, value in request.items():
+        if name not in ("devices", "name") and value is not None and (name, value) != ("strategy", "auto"):
+            texts.append(f"{name} {':'.join(map(str, value)) if isinstance(value, (list, tuple)) else value}")
+    return ", ".join(texts)
 
 
 def visible(text: str) -> str:

@@ -78,22 +78,23 @@ def ceiling_figures(ceilings: Sequence[Any]) -> list[Any]:
 
 def plan_figures(plan: autosplit.Plan) -> Figures:
     """Return the figures of a plan that a refactoring must not change."""
-    ranks = plan.ddp.ranks
+    ddp, main = plan.ddp, plan.main
+    ranks = () if ddp is None else ddp.seats
     return {
         "split": list(plan.split),
         "batch_size": plan.batch_size,
         "accumulation_steps": plan.accumulation_steps,
         "effective_batch_size": plan.effective_batch_size,
         "samples_per_s": rounded(plan.samples_per_s),
-        "even_samples_per_s": rounded(plan.even_samples_per_s),
-        "ceilings": ceiling_figures([device.ceiling for device in plan.devices]),
-        "peaks": [device.peak_bytes for device in plan.devices],
-        "ddp_ceilings": ceiling_figures([rank.ceiling for rank in ranks]),
-        "ddp_split": [rank.batch_size for rank in ranks],
-        "ddp_steps": ranks[0].accumulation_steps if ranks else None,
-        "ddp_effective_batch_size": plan.ddp.effective_batch_size,
-        "ddp_samples_per_s": rounded(plan.ddp.samples_per_s),
-        "ddp_peaks": [rank.peak_bytes for rank in ranks],
+        "even_samples_per_s": rounded(main.even_samples_per_s if main.measured else None),
+        "ceilings": ceiling_figures([seat.ceiling for seat in main.seats]),
+        "peaks": list(main.peak_bytes),
+        "ddp_ceilings": ceiling_figures([seat.ceiling for seat in ranks]),
+        "ddp_split": [seat.samples for seat in ranks],
+        "ddp_steps": None if ddp is None else ddp.accumulation_steps,
+        "ddp_effective_batch_size": 0 if ddp is None else ddp.effective_batch_size,
+        "ddp_samples_per_s": rounded(0.0 if ddp is None else ddp.samples_per_s),
+        "ddp_peaks": [seat.peak_bytes for seat in ranks],
         "fastest": plan.fastest,
         "precision": plan.precision,
         "checkpointed": list(plan.checkpointed),

@@ -46,11 +46,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from autosplit import ddp
 from autosplit.accelerators import accelerator_kind, backend, is_accelerator
+from autosplit.plan.layout import Layout, PlanDevice, Seat
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import DdpPlan, PlanDevice, RankSettings
 from autosplit.solve.memory import Ceiling
 from autosplit.solve.problem import Problem
-from autosplit.solve.step_time import BACKWARD_SHARE, Fit, StepTime, TimeCurve, overlapped_seconds
+from autosplit.solve.step_time import BACKWARD_SHARE, Cost, StepTime, TimeCurve, overlapped_seconds
 
 RANKS = 2
 COST_LIMIT = 0.01
@@ -191,31 +191,12 @@ def plan_of(devices: Sequence[str], sizes: Sequence[int], steps: int, effective:
     ceilings = [Ceiling(label, "rank", 64, "memory", 1000, 10, 1640, 2000) for label in devices]
     kind: Any = devices[0].partition(":")[0]
     name = str(backend(kind).get_device_properties(0).name) if is_accelerator(kind) else kind
-    return Plan(
-        split=tuple(sizes),
-        gpu0_bsz=sizes[0],
-        batch_size=sum(sizes),
-        accumulation_steps=steps,
-        effective_batch_size=effective,
-        samples_per_s=1.0,
-        even_samples_per_s=None,
-        ceilings=(64,) * len(sizes),
-        devices=tuple(
-            PlanDevice(label, kind, rank, name, 2000, 2000, True, sizes[rank], 1640, 0.1, ceilings[rank])
-            for rank, label in enumerate(devices)
-        ),
-        trials=(),
-        ddp=DdpPlan(
-            tuple(
-                RankSettings(rank, label, sizes[rank], steps, ceilings[rank], 1640)
-                for rank, label in enumerate(devices)
-            ),
-            1.0,
-            effective_batch_size=effective,
-        ),
-        precision="none",
-        simulated=False,
+    places = enumerate(zip(devices, sizes, ceilings, strict=True))
+    seats = tuple(
+        Seat(PlanDevice(label, kind, rank, name, 2000, 2000, True), size, ceiling, 1640, 0.1)
+        for rank, (label, size, ceiling) in places
     )
+    return Plan((Layout("ddp", seats, steps, effective, 1.0, measured=False),), "none")
 
 
 # Timing
@@ -424,7 +405,7 @@ def unlike(rank: int, job: Job) -> dict[str, Any]:
     all_reduce_s, update_s = shared_costs(job, rank, max(3, job.rounds // 8))
     ceilings = tuple(Ceiling(str(index), "rank", effective, "max_batch_size", 0, 0, 0, 0) for index in range(RANKS))
     answer = Problem.of(
-        Fit(StepTime.bare(tuple(curves), update_s, adds_up=False), all_reduce_s),
+        Cost(StepTime.bare(tuple(curves), update_s, adds_up=False), all_reduce_s),
         ceilings,
         None,
         effective_batch_sizes=(effective, effective),

@@ -401,7 +401,7 @@ def _tuned(workload: Workload, strategy: str, small: bool) -> tuple[bool, dict[s
         "plan_samples_per_s": round(plan.samples_per_s, 1),
         "loop_samples_per_s": round(rate, 1),
         "ratio": round(rate / plan.samples_per_s, 3),
-        "plan_peak_mib": round(plan.devices[0].peak_bytes / MIB),
+        "plan_peak_mib": round(plan.main.seats[0].peak_bytes / MIB),
         "loop_peak_mib": round(peak / MIB),
         "left_allocated_mib": round(left / MIB, 2),
         "notes": [str(note) for note in plan.notes],

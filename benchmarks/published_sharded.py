@@ -116,14 +116,14 @@ def compared(row: Row) -> dict[str, Any]:
         effective_batch_size=samples,
         max_batch_size=GPUS * row.batch,
     )
-    step_s, first = samples / plan.samples_per_s, plan.ddp.ranks[0]
+    step_s, first = samples / plan.samples_per_s, plan.main.seats[0]
     return {
         **asdict(row),
         "whole_model_fits": not any(note.kind == "sharded-simulated" for note in plan.notes),
         "predicted_step_s": step_s,
         "ratio": step_s / row.step_s,
-        "predicted_batch": first.batch_size,
-        "predicted_accumulation": first.accumulation_steps,
+        "predicted_batch": first.samples,
+        "predicted_accumulation": plan.accumulation_steps,
         "predicted_peak_bytes": first.peak_bytes,
     }
 
@@ -138,8 +138,8 @@ def lora(batch: int) -> dict[str, Any]:
         effective_batch_size=2 * batch,
         max_batch_size=2 * batch,
     )
-    rank, published = plan.ddp.ranks[0], LORA_RESERVED_GIB[batch]
-    assert rank.batch_size == batch, rank
+    rank, published = plan.main.seats[0], LORA_RESERVED_GIB[batch]
+    assert rank.samples == batch, rank
     return {
         "batch": batch,
         "published_reserved_gib": published,

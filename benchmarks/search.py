@@ -620,11 +620,10 @@ def sum_of_best(judge: Judge) -> float:
 
 def equal_ranks_rate(plan: Plan, num_samples: int) -> float | None:
     """Predict DDP with equal batch sizes, from the model and curves that predict the plan's DDP."""
-    if plan.fit is None or not plan.ddp.ranks:
+    if plan.ddp is None or plan.ddp.cost is None:
         return None
-    count = len(plan.ddp.ranks)
-    ceiling = min(rank.ceiling.batch_size for rank in plan.ddp.ranks)
-    step_time = plan.fit.step_time
+    count, ceiling, cost = len(plan.ddp.seats), min(plan.ddp.ceilings), plan.ddp.cost
+    step_time = cost.step_time
     best = 0.0
     for steps in range(1, num_samples // count + 1):
         share = -(-num_samples // (steps * count))
@@ -635,7 +634,7 @@ def equal_ranks_rate(plan: Plan, num_samples: int) -> float | None:
         amount = num_samples / (share * count)
         hidden_s = 2 / 3 * max(slowest) * (amount - (math.ceil(amount) - 1))
         seconds = overlapped_seconds(
-            [time_s * amount for time_s in slowest], plan.fit.all_reduce_s, step_time.update_s, hidden_s
+            [time_s * amount for time_s in slowest], cost.all_reduce_s, step_time.update_s, hidden_s
         )
         best = max(best, num_samples / seconds)
     return best or None
@@ -840,10 +839,10 @@ def model_error(judge: Judge, plan: Plan, split: Split) -> float | None:
 
     It is no claim. It shows the cause of a broken claim.
     """
-    if plan.fit is None:
+    if plan.main.cost is None:
         return None
     splits = judge.splits_of(split)
-    return round(plan.fit.step_time.seconds(splits) / judge.seconds(splits) - 1, 5)
+    return round(plan.main.cost.step_time.seconds(splits) / judge.seconds(splits) - 1, 5)
 
 
 def _ratio(one: float, other: float | None) -> float | None:

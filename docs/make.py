@@ -80,7 +80,7 @@ nothing on stdout and exits with 2.
 - Names contain the unit: `_bytes`, `_s` (seconds), `samples_per_s`, `_percent`, `_c` (degrees Celsius), `_w` (watts).
 - A share is a number from 0 to 1. Sizes without a unit are samples. Unknown values are `null`.
 - A new version may add keys. `schema_version` of a plan (now {SCHEMA_VERSION}) changes if a key is removed or changes
-  its meaning. A plan of another version raises an error when it is read.
+  its meaning. Plans of older versions are converted when they are read, and a newer version raises an error.
 
 `tune` and `show` print a plan, the same JSON as `--output` and `Plan.save` write and `Plan.load` reads:
 

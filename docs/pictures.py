@@ -21,7 +21,6 @@ import torch
 import vl_convert
 
 import autosplit
-from autosplit.plan.record import DdpPlan
 from autosplit.runtime.memory_tracker import Entry, Tracker
 from autosplit.text import counted_text
 from autosplit.tools.report_charts import CONFIG, HATCH, charts_of
@@ -182,7 +181,7 @@ def plan_charts() -> dict[str, dict[str, Any]]:
         workload = load_workload(EXAMPLE)
         plan = autosplit.tune(workload, devices=devices, effective_batch_size=size, profile="off")
         if "landscape" in names:  # "How it works" explains the search, which runs BalancedDataParallel
-            plan = replace(plan, ddp=DdpPlan((), 0.0))
+            plan = replace(plan, layouts=(plan.main,))
         found |= {names[chart.name]: chart.spec for chart in charts_of(plan) if chart.name in names}
     return found
 

@@ -9,6 +9,7 @@ import emulated
 import torch
 from ddp_jobs import make_plan
 from gpus import KIND
+from handmade import on_devices
 from torch import nn
 
 from autosplit.devices.accelerator import visible_devices
@@ -25,7 +26,7 @@ def plan_of_cards() -> Plan:
         replace(device, name=card.name, uuid=card.uuid)
         for device, card in zip(plan.devices, visible_devices(KIND), strict=False)
     ]
-    return replace(plan, devices=tuple(known))
+    return on_devices(plan, *known)
 
 
 def make_model() -> nn.Module:

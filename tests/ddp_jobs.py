@@ -6,10 +6,10 @@ Plans are made from JSON, which is the public way to write a plan.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import torch
+from handmade import changed_plan
 from torch.utils.data import DataLoader
 
 from autosplit import Plan, ddp
@@ -32,9 +32,9 @@ def _ceiling(label: str, capacity_bytes: int) -> dict[str, Any]:
     }
 
 
-def _device(label: str, rank: int, batch_size: int, capacity_bytes: int) -> dict[str, Any]:
+def _seat(label: str, rank: int, batch_size: int, capacity_bytes: int) -> dict[str, Any]:
     kind = label.partition(":")[0]
-    return {
+    device = {
         "label": label,
         "kind": kind,
         "index": rank,
@@ -42,55 +42,35 @@ def _device(label: str, rank: int, batch_size: int, capacity_bytes: int) -> dict
         "memory_bytes": capacity_bytes,
         "capacity_bytes": capacity_bytes,
         "budgeted": True,
-        "share": batch_size,
-        "peak_bytes": 1640,
-        "busy_s": 0.1,
-        "ceiling": _ceiling(label, capacity_bytes),
     }
+    ceiling = _ceiling(label, capacity_bytes)
+    return {"device": device, "samples": batch_size, "peak_bytes": 1640, "busy_s": 0.1, "ceiling": ceiling}
 
 
 def make_plan(
     batch_sizes: tuple[int, ...],
     effective_batch_size: int | None = None,
     *,
-    forwards: int | None = None,
     device: str = "cpu:{}",
     capacity_bytes: int = 2000,
     **changes: Any,
 ) -> Plan:
-    """Return a plan with these sizes for its split and its ranks, and this effective batch."""
+    """Return a plan for DDP only, with these ranks and this effective batch.
+
+    `changes` replaces fields of the plan or of its layout.
+    """
     total = sum(batch_sizes)
     effective = total if effective_batch_size is None else effective_batch_size
-    accumulation_steps = -(-effective // total)
-    labels = [device.format(rank) for rank in range(len(batch_sizes))]
-    ranks = [
-        {
-            "rank": rank,
-            "device": label,
-            "batch_size": batch_sizes[rank],
-            "accumulation_steps": accumulation_steps if forwards is None else forwards,
-            "ceiling": _ceiling(label, capacity_bytes),
-            "peak_bytes": 1640,
-        }
-        for rank, label in enumerate(labels)
-    ]
-    plain = {
-        "schema_version": 1,
-        "split": batch_sizes,
-        "gpu0_bsz": batch_sizes[0],
-        "batch_size": total,
-        "accumulation_steps": accumulation_steps,
+    layout = {
+        "strategy": "ddp",
+        "seats": [_seat(device.format(rank), rank, size, capacity_bytes) for rank, size in enumerate(batch_sizes)],
+        "accumulation_steps": -(-effective // total),
         "effective_batch_size": effective,
         "samples_per_s": 10.0,
-        "even_samples_per_s": None,
-        "ceilings": [64] * len(labels),
-        "devices": [_device(label, rank, batch_sizes[rank], capacity_bytes) for rank, label in enumerate(labels)],
-        "trials": [],
-        "ddp": {"ranks": ranks, "samples_per_s": 10.0},
-        "precision": "none",
-        "simulated": labels[0].startswith("sim"),
+        "measured": False,
     }
-    return replace(Plan.from_json(json.dumps(plain)), **changes)
+    plain = {"schema_version": 3, "layouts": [layout], "precision": "none"}
+    return changed_plan(Plan.from_json(json.dumps(plain)), **changes)
 
 
 def make_model() -> torch.nn.Module:

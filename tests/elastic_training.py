@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from handmade import made_ceiling
+from handmade import changed_plan, changed_seats, made_ceiling
 from plans import MIB
 from shared_training import shares_plan
 from torch import nn
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import autosplit
 from autosplit.plan.plan import Plan
-from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.solve.step_time import Cost, StepTime, TimeCurve
 
 NUM_SAMPLES, EFFECTIVE, SIZES, EPOCHS = 200, 48, (9, 3), 2
 """Samples of an epoch (four steps of 48 and one of 8), of an optimizer step, and of a forward on each device."""
@@ -33,9 +33,8 @@ def make_plan(**changes: Any) -> Plan:
     plan = shares_plan(SIZES, EFFECTIVE)
     curves = tuple(TimeCurve(((1, each), (64, 64 * each))) for each in (0.001, 0.003))
     held = made_ceiling("cpu:0", 12, 20 * MIB, fixed_bytes=MIB, bytes_per_sample=MIB, peak_bytes=13 * MIB)
-    ranks = tuple(replace(rank, ceiling=held) for rank in plan.ddp.ranks)
-    fit = Fit(StepTime.bare(curves, 0.001, adds_up=False), all_reduce_s=0.001)
-    return replace(plan, ddp=replace(plan.ddp, ranks=ranks), fit=fit, **changes)
+    cost = Cost(StepTime.bare(curves, 0.001, adds_up=False), all_reduce_s=0.001)
+    return changed_plan(changed_seats(plan, lambda _, seat: replace(seat, ceiling=held)), cost=cost, **changes)
 
 
 def make_model() -> nn.Module:
@@ -93,7 +92,7 @@ def main(folder: Path) -> None:
         done = 0
         if (folder / "checkpoint.pt").exists():
             done = ctx.load_checkpoint(folder / "checkpoint.pt", **parts)["done"]
-        tell("sizes", *(rank.batch_size for rank in ctx.plan.ddp.ranks))
+        tell("sizes", *ctx.layout.split)
         tell("started", ctx.world_size, done)
         for epoch in range(loader.batch_sampler.epoch, EPOCHS):
             loader.batch_sampler.set_epoch(epoch)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from handmade import GIB, made_plan
+from handmade import GIB, changed_layout, changed_plan, changed_seats, made_plan, made_ranks
 
+from autosplit.plan.layout import Seat
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import DdpPlan, RankSettings
+from autosplit.plan.record import with_layouts
 from autosplit.solve.memory import Ceiling, MemoryFit, Region
-from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.solve.step_time import Cost, StepTime, TimeCurve
 
 MS = 1e-3
 PER_SAMPLE = GIB // 20
@@ -48,25 +49,24 @@ def fitted_plan(
     copies, gather = (0.0, *(copies_ms * MS / max(1, others),) * others), (0.0, *(gather_ms * MS,) * others)
     step_time = StepTime(curves, copies, gather, update_ms * MS, adds_up=kind == "cpu")
     plan = made_plan(split, kind=kind, effective=effective or sum(split))
-    devices = []
-    for device, cap in zip(plan.devices, caps, strict=True):
+
+    def fitted(index: int, seat: Seat) -> Seat:
+        cap = caps[index]
         limit = "memory" if cap < largest else "max_batch_size"
-        peak_bytes = device.share * PER_SAMPLE
-        ceiling = Ceiling(
-            device.label, "replica", min(cap, largest), limit, 0, PER_SAMPLE, peak_bytes, cap * PER_SAMPLE
-        )
-        named = replace(device, name=f"card {device.index}", ceiling=ceiling)
-        devices.append(replace(named, capacity_bytes=cap * PER_SAMPLE, peak_bytes=peak_bytes))
-    ranks = tuple(RankSettings(d.index, d.label, d.share, 1, d.ceiling, d.peak_bytes) for d in devices)
-    plan = replace(
+        peak_bytes, label = split[index] * PER_SAMPLE, seat.device.label
+        most_here = max(min(cap, largest), split[index])
+        ceiling = Ceiling(label, "replica", most_here, limit, 0, PER_SAMPLE, peak_bytes, cap * PER_SAMPLE)
+        device = replace(seat.device, name=f"card {index}", capacity_bytes=cap * PER_SAMPLE)
+        return replace(seat, device=device, samples=split[index], ceiling=ceiling, peak_bytes=peak_bytes)
+
+    plan = changed_seats(with_layouts(plan, plan.main, made_ranks(plan.devices, split, sum(split))), fitted)
+    plan = changed_layout(plan, samples_per_s=1000.0)
+    plan = changed_plan(
         plan,
-        devices=tuple(devices),
-        ceilings=split,
         region=region,
-        fit=Fit(step_time),
+        cost=Cost(step_time),
         effective_batch_sizes=sizes,
         max_batch_size=most,
         even_samples_per_s=None,
-        ddp=DdpPlan(ranks, 1000.0),
     )
-    return replace(plan, **changes)
+    return changed_plan(plan, **changes)

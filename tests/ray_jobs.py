@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 import torch
+from handmade import changed_plan, on_devices
 from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
@@ -76,7 +77,7 @@ def train(config: dict[str, Any]) -> None:
         loader = ctx.loader(made_data(), shuffle=True, seed=3)
         parts = {"model": model, "optimizer": optimizer, "sampler": loader.batch_sampler}
         start = done = autosplit_ray.resume(ctx, **parts).get("done", 0)
-        size, memory = ctx.settings.batch_size, ctx.plan.devices[ctx.rank].memory_bytes
+        size, memory = ctx.seat.samples, ctx.plan.devices[ctx.rank].memory_bytes
         for epoch in range(loader.batch_sampler.epoch, EPOCHS):
             loader.batch_sampler.set_epoch(epoch)
             for step in ctx.steps(loader):
@@ -133,19 +134,10 @@ def planned(sizes: tuple[int, ...], plan: Plan | None = None) -> Plan:
 
     if plan is None:
         return shares_plan(sizes, EFFECTIVE)
+    assert plan.ddp is not None
+    seats = tuple(replace(seat, samples=size) for seat, size in zip(plan.ddp.seats, sizes, strict=True))
     steps = -(-EFFECTIVE // sum(sizes))
-    ranks = tuple(
-        replace(rank, batch_size=size, accumulation_steps=steps)
-        for rank, size in zip(plan.ddp.ranks, sizes, strict=True)
-    )
-    return replace(
-        plan,
-        split=sizes,
-        gpu0_bsz=sizes[0],
-        batch_size=sum(sizes),
-        accumulation_steps=steps,
-        ddp=replace(plan.ddp, ranks=ranks),
-    )
+    return replace(plan, layouts=(replace(plan.ddp, seats=seats, accumulation_steps=steps),))
 
 
 def tuned(folder: Path) -> Plan:
@@ -235,7 +227,7 @@ def selectors_of_gpus(plan: Plan) -> list[Any]:
     """Return the label selectors of a plan for two GPUs: by default, with other labels, elastic, and for three."""
     names = ("NVIDIA A100-SXM4-40GB", "Tesla V100-SXM2-16GB")
     gpus = tuple(replace(one, kind="cuda", name=name) for one, name in zip(plan.devices, names, strict=True))
-    plan, config = replace(plan, devices=gpus), autosplit_ray.scaling_config
+    plan, config = on_devices(plan, *gpus), autosplit_ray.scaling_config
     labels = {names[0]: {"gpu": "a100-40"}}
     found = [config(plan), config(plan, labels=labels), config(plan, (1, 2)), config(plan, 3)]
     assert all(one.use_gpu for one in found)
@@ -246,9 +238,9 @@ def refused(plan: Plan) -> list[str]:
     """Return the messages of the errors for a plan without times, a step that does not fit, and a sharded model."""
     messages = []
     for other, count in (
-        (replace(plan, fit=None), 3),
+        (changed_plan(plan, cost=None), 3),
         (replace(plan, accumulates=False, max_batch_size=EFFECTIVE - 1), (1, 2)),
-        (replace(plan, ddp=replace(plan.ddp, shard_size=2)), (1, 2)),
+        (changed_plan(plan, shard_size=2), (1, 2)),
     ):
         try:
             autosplit_ray.scaling_config(other, count)

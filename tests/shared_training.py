@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from handmade import made_ceiling
-from plans import make_plan, plan_device
+from handmade import made_ceiling, on_devices
+from plans import make_plan, plan_seat
 from torch import nn
 from torch.nn import functional as F
 
 from autosplit.devices.accelerator import visible_devices
+from autosplit.plan.layout import Layout
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import DdpPlan, RankSettings
 from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.split import accumulation_steps
 
@@ -64,21 +64,13 @@ def shares_plan(sizes: tuple[int, ...], effective: int, *, in_one: bool = False)
     total, count = sum(sizes), len(sizes)
     steps = accumulation_steps(effective, total)
     ceiling = made_ceiling("cpu:0", 99, 2**30)
-    ranks = tuple(RankSettings(i, f"cpu:{i}", n, steps, ceiling, 44) for i, n in enumerate(sizes))
-    alone = count == 1 or in_one
-    return make_plan(
-        split=sizes,
-        gpu0_bsz=sizes[0],
-        batch_size=total,
-        accumulation_steps=steps,
-        effective_batch_size=effective,
-        ceilings=(total,) * count,
-        devices=tuple(plan_device(i, n, label=f"cpu:{i}") for i, n in enumerate(sizes)),
-        trials=(),
-        even_samples_per_s=None if count == 1 else 10.0,
-        ddp=DdpPlan((), 1.0, reason="one process") if alone else DdpPlan(ranks, 11.0),
-        region=Region(MemoryFit(9, 3), 2**30, total, (total,) * (count - 1), total) if in_one else None,
-    )
+    seats = tuple(replace(plan_seat(i, n), ceiling=ceiling) for i, n in enumerate(sizes))
+    layout = Layout("ddp", seats, steps, effective, 11.0, measured=False)
+    if count == 1 or in_one:
+        region = Region(MemoryFit(9, 3), 2**30, total, (total,) * (count - 1), total)
+        even_rate = None if count == 1 else 10.0
+        layout = Layout("balanced", seats, steps, effective, 12.5, even_samples_per_s=even_rate, region=region)
+    return make_plan(layouts=(layout,), trials=())
 
 
 def on_cards(plan: Plan, monkeypatch: Any = None) -> Plan:
@@ -96,8 +88,7 @@ def on_cards(plan: Plan, monkeypatch: Any = None) -> Plan:
         replace(device, label=f"{KIND}:{n}", kind=KIND, index=n, name=here[n].name, uuid=here[n].uuid)
         for n, device in ((device.index % COUNT, device) for device in plan.devices)
     ]
-    ranks = tuple(replace(rank, device=placed[rank.rank].label) for rank in plan.ddp.ranks)
-    return replace(plan, devices=tuple(placed), ddp=replace(plan.ddp, ranks=ranks))
+    return on_devices(plan, *placed)
 
 
 def shares_of_cards(sizes: tuple[int, ...], effective: int) -> Plan:

@@ -19,6 +19,7 @@ from autosplit.cli.main import main
 from autosplit.cli.terminal import progress_bar
 from autosplit.ddp.find_plan import plan_for_job
 from autosplit.errors import DeviceError
+from autosplit.plan.record import with_devices
 from autosplit.probe.check_result import Check
 from autosplit.text import LONGEST, listed, printable, printable_json, shortened, without_passwords
 from autosplit.tools.devices_command import print_devices
@@ -117,8 +118,7 @@ def test_a_progress_line(monkeypatch):
 
 def test_errors_that_name_a_plans_devices():
     text = HOSTILE.replace("\ud800", "")
-    plan = made_plan((100, 156), kind="sim")
-    hostile = replace(plan, devices=tuple(replace(device, name=text) for device in plan.devices))
+    hostile = with_devices(made_plan((100, 156), kind="sim"), lambda _, device: replace(device, name=text))
     with raises(DeviceError) as wrapping:
         hostile.wrap(None)
     with raises(DeviceError) as launching:

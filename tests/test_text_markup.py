@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pages import Reader
 
+from autosplit.plan.record import with_devices
 from autosplit.text import escaped, visible
 
 
@@ -27,8 +28,7 @@ def test_what_can_not_be_seen_is_marked(text):
 
 
 def test_a_plan_is_a_table_in_notebooks():
-    plan = made_plan(kind="sim", complete=False)
-    named = replace(plan, devices=tuple(replace(device, name="<b>card</b>") for device in plan.devices))
+    named = with_devices(made_plan(kind="sim", complete=False), lambda _, device: replace(device, name="<b>card</b>"))
     read = Reader(named._repr_html_())
     assert read.open == []
     assert "b" not in read.tags
@@ -36,9 +36,9 @@ def test_a_plan_is_a_table_in_notebooks():
         "gpu0_bsz",
         "100",
         "256",
-        "512",
+        "512 samples per optimizer step",
         "sim:0 <b>card</b>",
-        "18 GiB of 24 GiB",
+        "18.0 of 24.0 GiB (75%)",
         "10,234 samples/s (simulated)",
     ):
         assert text in read.texts

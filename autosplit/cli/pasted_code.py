@@ -11,7 +11,6 @@ from autosplit.cli.workload_arguments import flags_of
 from autosplit.plan.explanation import ASSUMED_LOSS
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import count_of
-from autosplit.plan.strategy import recommended_plan
 from autosplit.probe.check_result import EXACT, is_count_expression
 from autosplit.text import printable
 
@@ -43,8 +42,7 @@ def paste_lines(plan: Plan, origin: Origin = UNSAVED) -> tuple[str, ...]:
     """
     if plan.simulated:
         return (_command_of(plan, origin),)
-    plan = recommended_plan(plan)
-    if plan.region is None and len(plan.ddp.ranks) > 1 and plan.split == tuple(r.batch_size for r in plan.ddp.ranks):
+    if plan.recommended.strategy == "ddp" and len(plan.devices) > 1:
         return _ranks_lines(plan, origin)
     return (
         _given(plan),
@@ -127,7 +125,8 @@ def _uncorrected(plan: Plan, of: str) -> Iterator[str]:
     """Yield why no loop would train exactly. `count=` corrects only the weights of micro-batches and ranks."""
     if plan.loss_rule == "mean":
         yield f"{ASSUMED_LOSS} Tune with loss_fn=."
-    if sum(map(bool, plan.split)) <= 1 and plan.accumulation_steps == 1:
+    layout = plan.recommended
+    if sum(map(bool, layout.split)) <= 1 and layout.accumulation_steps == 1:
         return
     for check in plan.checks:
         if check.depends and check.subject == "loss":
@@ -143,7 +142,7 @@ def _autocast(plan: Plan) -> str:
 
 
 def _own_step_lines(plan: Plan, of: str) -> Iterator[str]:
-    sizes = [rank.batch_size for rank in plan.ddp.ranks]
+    sizes = plan.recommended.split
     if of == "ctx" and len({*sizes}) > 1:
         yield f"# Batch sizes differ: multiply each mean loss by ctx.batch_size * ctx.world_size / {sum(sizes)}"
     device = "ctx.device" if of == "ctx" else "plan.devices_here()[0]"
@@ -184,7 +183,7 @@ def _batch_and_loss(plan: Plan, of: str) -> tuple[str, str]:
 def _command_of(plan: Plan, origin: Origin) -> str:
     command = origin.command or _command_again(plan)
     is_given = plan.request.get("strategy") not in (None, "auto")
-    return command if is_given or recommended_plan(plan) is plan else f"{command} --strategy ddp"
+    return command if is_given or plan.recommended is plan.main else f"{command} --strategy ddp"
 
 
 def _command_again(plan: Plan) -> str:

@@ -1,18 +1,17 @@
 """Lay out tables, lists and short lines for the reports and tables of `cli`.
 
-Only this module converts bytes to GiB and seconds to ms. Everything is built from `Text`, so brackets in a name are not
+Everything is built from `Text`, so brackets in a name are not
 markup. Text from other programs passes `text.printable`, so it can't control the terminal.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from autosplit.text import printable, tuple_text
+from autosplit.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -82,38 +81,3 @@ def print_bullets(lines: Iterable[str], console: Console) -> None:
     """Print lines with a hanging indent, if there are any."""
     if given := list(lines):
         print_plain(bullet_table(given), console)
-
-
-def short_name(name: str) -> str:
-    """Remove the manufacturer from a device's name."""
-    return name.removeprefix("NVIDIA ").removeprefix("GeForce ")
-
-
-def shares_text(split: Sequence[int]) -> str:
-    """Format a split. With more than four devices, group equal numbers: ``3 x 1024, 5 x 512``."""
-    if len(split) <= 4:
-        return tuple_text(split)
-    return ", ".join(f"{len([*run])} x {share}" for share, run in itertools.groupby(split))
-
-
-def rates_text(labels: Sequence[str], rates: Sequence[str]) -> str:
-    """Return the sources of simulated GPUs' speeds. If all sources are equal, return the source once."""
-    if len(set(rates)) == 1:
-        return rates[0]
-    return "; ".join(f"{label} {rate}" for label, rate in zip(labels, rates, strict=True))
-
-
-def short_bytes_text(nbytes: int) -> str:
-    """Format bytes as GiB with one decimal, or whole MiB, or whole KiB."""
-    if nbytes >= 2**30:
-        return f"{nbytes / 2**30:.1f} GiB"
-    return f"{nbytes / 2**20:.0f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.0f} KiB"
-
-
-def memory_text(peak_bytes: int, capacity_bytes: int) -> str:
-    """Return ``18.2 of 24.0 GiB (75%)``. The percentage is rounded down, so that only a full memory has 100%."""
-    peak, capacity = short_bytes_text(peak_bytes), short_bytes_text(capacity_bytes)
-    if peak[-3:] == capacity[-3:]:
-        peak = peak[:-4]
-    share = 100 * peak_bytes // capacity_bytes if capacity_bytes else 0
-    return f"{peak} of {capacity} ({share}%)"

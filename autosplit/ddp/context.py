@@ -42,8 +42,8 @@ from autosplit.parallel.rebuilt_loader import loader_around
 from autosplit.parallel.step_listener import NoiseEstimate, StepListener, checked_estimate
 from autosplit.plan.other_model import refuse_wrapped
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import RankSettings, add_note_to_file, count_of, loader_keywords, required_lengths
-from autosplit.solve.split import accumulation_steps
+from autosplit.plan.record import add_note_to_file, count_of, loader_keywords, required_lengths
+from autosplit.plan.torchrun import required_ranks
 
 if TYPE_CHECKING:
     from autosplit.tools.fsdp import Layers
@@ -64,24 +64,26 @@ class Context(CheckpointMethods):
         rank: The rank of this process.
         device: The device of this rank.
         world_size: The number of processes of the job.
-        settings: The plan's settings for this rank.
+        layout: The plan's layout for DDP.
+        seat: The samples, the ceiling and the memory of this rank.
         batch_size: Samples per forward over all ranks.
-        effective_batch_size: Samples per optimizer step over all ranks. If the plan's effective batch size does not
-            match its accumulation steps, this is `batch_size` times the accumulation steps.
+        effective_batch_size: Samples per optimizer step over all ranks.
     """
 
     def __init__(
         self, plan: Plan, rank: int, device: torch.device, progress: Progress | None = None, *, is_named: bool = True
     ) -> None:
         self.rank, self._is_named = rank, is_named
-        self.world_size = len(plan.ddp.ranks)
+        layout = required_ranks(plan)
+        self.world_size = len(layout.seats)
         self.device = device
         self._progress = progress or Progress(rank, self.world_size, math.inf)
         self.plan = plan
-        self.settings: RankSettings = plan.ddp.ranks[rank]
-        self._slice = RankSlice(rank, tuple(settings.batch_size for settings in plan.ddp.ranks))
+        self.layout = layout
+        self.seat = layout.seats[rank]
+        self._slice = RankSlice(rank, layout.split)
         self.batch_size = self._slice.batch_size
-        self.effective_batch_size = effective_batch_size_of(plan)
+        self.effective_batch_size = layout.effective_batch_size
         slow_ranks = None if self.world_size == 1 else found_addon("slow_ranks")
         self._slow_ranks = None if slow_ranks is None else slow_ranks(rank, self.world_size, device)
         self._models = Models()
@@ -95,7 +97,7 @@ class Context(CheckpointMethods):
         Args:
             model: The same model on every rank. DDP sends rank 0's weights to the other ranks.
             sync_batchnorm: Whether BatchNorms normalise over the samples of all ranks. Only GPUs support this.
-            **kwargs: Options of DistributedDataParallel that replace the plan's options (`plan.ddp.options`). The plan
+            **kwargs: Options of DistributedDataParallel that replace the plan's options (`layout.options`). The plan
                 sets `gradient_as_bucket_view`, which saves the memory of one copy of the gradients. The
                 plan's ceilings rely on it. It sets `find_unused_parameters` if a parameter had no gradient.
 
@@ -115,7 +117,7 @@ class Context(CheckpointMethods):
         """
         refuse_options(kwargs, DistributedDataParallel, ("module",))
         refuse_wrapped(model)
-        if self.plan.ddp.shard_size is not None:
+        if self.layout.shard_size is not None:
             raise InputError(
                 "ctx.wrap was called with a plan for a sharded model, whose batch sizes may not fit a whole model on "
                 "each rank. Call ctx.shard, or pass setup the plan that tune returned.",
@@ -132,7 +134,7 @@ class Context(CheckpointMethods):
         doubt_batchnorms(model, self.rank, self._slice.batch_sizes)
         if is_accelerator(self.device.type):
             kwargs.setdefault("device_ids", [self.device.index])
-        kwargs = {**self.plan.ddp.options.keywords(), **kwargs}
+        kwargs = {**self.layout.options.keywords(), **kwargs}
         wrapped = RankModel(moved(model, self.device), **kwargs)
         let_go_of_group_last(wrapped)
         self._models.wrapped.add(wrapped)
@@ -178,7 +180,7 @@ class Context(CheckpointMethods):
         sizes = self._slice.batch_sizes
         doubt_batchnorms(model, self.rank, sizes, "in checkpoints are", "Convert them with nn.SyncBatchNorm (GPUs)")
         checkpoint_layers(model, self.plan.checkpointed)
-        shard_size = self.plan.ddp.shard_size
+        shard_size = self.layout.shard_size
         addon("shard")(model, device=self.device, layers=layers, shard_size=shard_size, options=kwargs)
         self._models.sharded.add(model)
         self._models.meet_always = True  # every forward and backward gathers parameters
@@ -223,7 +225,7 @@ class Context(CheckpointMethods):
         made = ScheduledBatchSampler(
             num_samples, self.batch_size, self.effective_batch_size, rank_slice=self._slice, **options
         )
-        made.refuse_single_samples(self._slice.batch_sizes, self.plan.ddp.least_batch)
+        made.refuse_single_samples(self._slice.batch_sizes, self.layout.least_batch)
         return made
 
     def token_sampler(self, lengths: Any, *, shuffle: bool = False, seed: int = 0) -> TokenBatchSampler:
@@ -251,13 +253,13 @@ class Context(CheckpointMethods):
             seed=seed,
             rank=self.rank,
         )
-        made.refuse_single_samples(self._slice.batch_sizes, self.plan.ddp.least_batch)
+        made.refuse_single_samples(self._slice.batch_sizes, self.layout.least_batch)
         return made
 
     @property
     def max_tokens(self) -> int:
         """The largest number of tokens, with padding, that fits on this rank's device. See `Plan.max_tokens`."""
-        return required_lengths(self.plan).tokens_of(self.settings.batch_size)
+        return required_lengths(self.plan).tokens_of(self.seat.samples)
 
     def steps(
         self,
@@ -324,7 +326,7 @@ class Context(CheckpointMethods):
             )
         plan = self.plan
         note = partial(add_note_to_file, plan)
-        cuts = cuts_of(loader, on_oom, dim=plan.batch_dim, least=plan.ddp.least_batch, count=count, note=note)
+        cuts = cuts_of(loader, on_oom, dim=plan.batch_dim, least=self.layout.least_batch, count=count, note=note)
         checked_estimate(noise_scale)
         self._refuse_unsuited_models(cuts=cuts is not None, noise_scale=noise_scale is not None)
         estimate: Any = {"noise_scale": noise_scale, "sums_over_ranks": partial(sums_over_ranks, device=self.device)}
@@ -361,7 +363,7 @@ class Context(CheckpointMethods):
 
     def _foreign_steps(self, loader: Any, *, count: Count | None, spans_ranks: bool) -> Iterator[OptimizerStep]:
         refuse_unplanned(loader, self.rank, self._slice.batch_sizes)
-        accumulation_steps, has_share = self.settings.accumulation_steps, self.settings.batch_size > 0
+        accumulation_steps, has_share = self.layout.accumulation_steps, self.seat.samples > 0
         options: Any = {"device": self.device, "count": count, "has_share": has_share, "spans_ranks": spans_ranks}
         made = foreign_steps(loader, accumulation_steps, **options)
         return made if count is not None else compared(made, self.effective_batch_size)
@@ -474,12 +476,3 @@ class Context(CheckpointMethods):
             # If this generator is closed late, a newer loop may already run. Do not change the newer loop's flag.
             if self._loop is loop:
                 self._models.synchronise(True)
-
-
-def effective_batch_size_of(plan: Plan) -> int:
-    """Return the samples per optimizer step over all ranks. See `Context`."""
-    forwards, batch_size = plan.ddp.ranks[0].accumulation_steps, sum(rank.batch_size for rank in plan.ddp.ranks)
-    for effective in (plan.ddp.effective_batch_size, plan.effective_batch_size):
-        if batch_size <= effective and accumulation_steps(effective, batch_size) == forwards:
-            return effective
-    return batch_size * forwards

@@ -20,7 +20,7 @@ from autosplit.ddp.rendezvous import Place
 from autosplit.devices.accelerator import Visible, device_uuid, indices_here, visible_devices
 from autosplit.errors import DeviceError, PlanError
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import PlanDevice
+from autosplit.plan.torchrun import required_ranks
 
 
 def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = None) -> torch.device:
@@ -28,7 +28,9 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
 
     If the process sees a single GPU with the planned name (``srun --gpus-per-task=1``), it uses that GPU.
     """
-    label = plan.ddp.ranks[place.rank].device
+    devices = required_ranks(plan).devices
+    own = devices[place.rank]
+    label = own.label
     kind, _, index = label.partition(":")
     if kind == "cpu":
         return torch.device("cpu")
@@ -41,9 +43,8 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
             f"The rank's device is {label!r}. Expected 'cpu', 'cpu:0' or 'cuda:0'. Tune again.",
         )
     gpus = visible_devices(kind) if visible is None else visible
-    own = _planned(plan, place.rank)
     # Ranks that share a GPU have the same label.
-    wanted = {planned.label: planned for planned in (_planned(plan, other) for other in place.beside())}
+    wanted = {planned.label: planned for planned in (devices[other] for other in place.beside())}
     found = indices_here([Visible(planned.name, planned.uuid) for planned in wanted.values()], gpus)
     number = found[list(wanted).index(label)]
     if number is None and [gpu.name for gpu in gpus] == [own.name]:
@@ -56,18 +57,6 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
         "of the same name on another machine with the same devices. Set CUDA_VISIBLE_DEVICES to its value during "
         "the tuning, or tune here.",
     )
-
-
-def _planned(plan: Plan, rank: int) -> PlanDevice:
-    label = plan.ddp.ranks[rank].device
-    # A second machine has the same labels. So prefer the device at the rank's position if its label matches.
-    devices = [plan.devices[rank]] if rank < len(plan.devices) else []
-    found = next((device for device in (*devices, *plan.devices) if device.label == label), None)
-    if found is None:
-        raise PlanError(
-            f"Rank {rank} of the plan uses {label}, which is not one of the plan's devices. Tune again.",
-        )
-    return found
 
 
 def card_of(device: torch.device) -> str:
@@ -100,7 +89,7 @@ def agreed_backend(store: Any, place: Place, device: torch.device, plan: Plan) -
     store.set(f"card/{place.rank}", card_of(device))
     if place.rank == 0:
         cards = [store.get(f"card/{rank}").decode() for rank in range(place.world_size)]
-        planned = [_planned(plan, rank).uuid for rank in range(place.world_size)]
+        planned = [device.uuid for device in required_ranks(plan).devices]
         twice = _first_twice(cards) if None not in planned and _first_twice(planned) is None else None
         store.set("backend", backend_for(device.type, cards) if twice is None else f"twice {twice[0]} {twice[1]}")
     told = str(store.get("backend").decode())

@@ -12,7 +12,7 @@ from typing import Any
 from autosplit.errors import InputError, PlanError
 from autosplit.plan.other_model import difference, parameters_in, warn_of_other_model
 from autosplit.plan.plan import Plan
-from autosplit.plan.torchrun import NEWEST_VARIABLE, PLAN_VARIABLE, refuse_unfit
+from autosplit.plan.torchrun import NEWEST_VARIABLE, PLAN_VARIABLE, required_ranks, trainable_ranks
 from autosplit.profiles.store import KEY_DIGITS
 from autosplit.profiles.validity import usable_here
 from autosplit.text import printable
@@ -32,7 +32,7 @@ def plan_for_job(
     else:
         given = os.environ.get(PLAN_VARIABLE) if profile is None else profile
         plan, path = (Plan.load(given), Path(given)) if given else _newest_plan(world_size)
-    refuse_unfit(plan)
+    trainable_ranks(plan)
     return plan, path
 
 
@@ -79,8 +79,8 @@ def tell_of_newest(text: str, path: Path) -> None:
 
 
 def _usable_by(world_size: int | None) -> Iterator[tuple[Plan, Path]]:
-    ranked = ((plan, path) for path, plan in usable_here() if plan.ddp.ranks)
-    return (found for found in ranked if world_size in (None, len(found[0].ddp.ranks)))
+    ranked = ((plan, path) for path, plan in usable_here() if plan.ddp is not None)
+    return (found for found in ranked if world_size in (None, len(found[0].devices)))
 
 
 def names_plan(profile: Plan | str | os.PathLike[str] | None) -> bool:
@@ -98,7 +98,7 @@ def check_model(plan: Plan, model: Any, *, is_named: bool, rank: int) -> None:
     found = difference(plan, model)
     if not found or (is_named and rank):
         return
-    hint = _hint_for_size(parameters_in(model), len(plan.ddp.ranks))
+    hint = _hint_for_size(parameters_in(model), len(plan.devices))
     if is_named:
         warn_of_other_model(plan, model, hint=hint)
         return
@@ -119,8 +119,8 @@ def _hint_for_size(parameters: int | None, world_size: int) -> str:
 
 def described(plan: Plan) -> str:
     """Describe a plan's model and sizes in a few words."""
-    sizes = ", ".join(str(settings.batch_size) for settings in plan.ddp.ranks)
+    layout = required_ranks(plan)
     model = printable(plan.workload.get("model", "a model"), longest=300)
     count = plan.workload.get("parameters")
     size = f" with {count:,} parameters" if isinstance(count, int) else ""
-    return f"{model}{size}, {sizes} samples x {plan.ddp.ranks[0].accumulation_steps}"
+    return f"{model}{size}, {', '.join(map(str, layout.split))} samples x {layout.accumulation_steps}"

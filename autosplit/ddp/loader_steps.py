@@ -88,7 +88,7 @@ def refuse_unplanned(loader: Any, rank: int, planned: Sequence[int]) -> None:
         raise InputError(
             f"The DataLoader has batch_size={loader.batch_size}, but the plan's micro-batches have {planned[rank]} "
             "samples here. Call ctx.steps(ctx.loader(loader)), which uses the plan's sizes. For an IterableDataset, "
-            f"pass batch_size=ctx.settings.batch_size ({planned[rank]}).",
+            f"pass batch_size=ctx.seat.samples ({planned[rank]}).",
         )
     if isinstance(loader.sampler, DistributedSampler) and len({*planned}) > 1:
         raise InputError(

@@ -32,7 +32,7 @@ from autosplit.errors import InputError, PlanError
 from autosplit.launcher import end_with_launcher
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import without_notes
-from autosplit.plan.torchrun import PLAN_VARIABLE
+from autosplit.plan.torchrun import PLAN_VARIABLE, trainable_ranks
 
 _JOINS = itertools.count()
 """Counts the calls of `setup`, because a process group may serve several. The numbers agree on all ranks."""
@@ -96,8 +96,8 @@ def _joined(profile: Plan | str | os.PathLike[str] | None, elastic: bool, timeou
     if elastic:
         store = None if dist.is_initialized() else _joined_store(place)
         plan = addon("plan_for_job_devices")(plan, place, store)
-    if place.world_size != len(plan.ddp.ranks):
-        count = len(plan.ddp.ranks)
+    count = len(trainable_ranks(plan).seats)
+    if place.world_size != count:
         raise PlanError(
             f"The plan has {count} rank{'s' * (count > 1)}, but the job has {place.world_size}. Expected one "
             f"process per rank. Start the job with autosplit launch SCRIPT or torchrun --nproc-per-node {count} "

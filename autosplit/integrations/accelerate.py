@@ -459,7 +459,7 @@ def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
     handlers = list(kwargs.get("kwargs_handlers") or [])
     if share.num_processes > 1 and not any(isinstance(one, DistributedDataParallelKwargs) for one in handlers):
         # The plan measured memory with these options.
-        kwargs["kwargs_handlers"] = [*handlers, DistributedDataParallelKwargs(**share.plan.ddp.options.keywords())]
+        kwargs["kwargs_handlers"] = [*handlers, DistributedDataParallelKwargs(**share.layout.options.keywords())]
     return max(steps or 1 for steps in given) > 1
 
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from autosplit.errors import PlanError, shown
 from autosplit.integrations.even_ranks import EvenProblem, EvenRanks
 from autosplit.integrations.exported import Export
-from autosplit.plan.explain import problem_of, problem_with
 from autosplit.plan.explanation import BINDING_SHARE
-from autosplit.plan.record import PlanRecord, shares_processor
-from autosplit.plan.torchrun import refuse_without_ranks
-from autosplit.solve.memory import Ceiling, Region
+from autosplit.plan.layout import Layout
+from autosplit.plan.record import PlanRecord
+from autosplit.plan.resolve import problem_of
+from autosplit.plan.torchrun import required_ranks
+from autosplit.solve.memory import Region
 from autosplit.solve.problem import Problem
-from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.solve.step_time import Cost, StepTime, TimeCurve
 from autosplit.text import counted_text, percent_text, printable, rate_text, tuple_text
 
 
@@ -50,35 +51,21 @@ ACCELERATE = Tool("accelerate", "accelerate", _EQUALLY)
 LIGHTNING = Tool("lightning", "Lightning's Trainer", _EQUALLY)
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    sizes: tuple[int, ...]
-    ceilings: tuple[Ceiling, ...]
-    accumulation_steps: int
-    effective_batch_size: int
-
-    @property
-    def even(self) -> EvenRanks | None:
-        """The plan's own settings, if every rank has the same batch size in every forward. Otherwise None."""
-        even = EvenRanks(len(self.sizes), self.sizes[0], self.accumulation_steps)
-        is_even = len(set(self.sizes)) == 1 and even.effective_batch_size == self.effective_batch_size
-        return even if is_even else None
-
-
 def even_plan(plan: PlanRecord, tool: Tool) -> tuple[EvenRanks, Export]:
     """Return even settings for a tool, and an export that has notes but no settings yet."""
     ranks = _ranks_of(plan)
     search = _search(plan, ranks)
-    even, exact = ranks.even or search.best(), ranks.even is not None
+    own = _own_even(ranks)
+    even, exact = own or search.best(), own is not None
     if even is None:
         raise PlanError(
-            f"no batch size fits all ranks, whose ceilings are {shown([one.batch_size for one in ranks.ceilings])}, "
+            f"no batch size fits all ranks, whose ceilings are {shown([*ranks.ceilings])}, "
             f"but {tool.called} has one batch size for all ranks. Train with autosplit.ddp, which gives each rank its "
             "own batch size.",
         )
     notes, lost_share = first_notes(plan), None
     even = replace(even, samples_per_s=None)
-    if plan.fit is not None and not shares_processor(plan):
+    if ranks.cost is not None and not ranks.shares_processor:
         even = replace(even, samples_per_s=search.rate(even.batch_size, even.accumulation_steps))
         lost_share, compared = _lost(plan, ranks, search, even)
         if not exact:
@@ -92,27 +79,28 @@ def even_plan(plan: PlanRecord, tool: Tool) -> tuple[EvenRanks, Export]:
     return even, Export(tool.to, {}, "", exact, tuple(map(printable, notes)), even, lost_share)
 
 
-def _ranks_of(plan: PlanRecord) -> _Ranks:
+def _ranks_of(plan: PlanRecord) -> Layout:
     if len(plan.devices) == 1:
-        ceiling = replace(plan.devices[0].ceiling, batch_size=plan.ceilings[0])
-        return _Ranks(plan.split, (ceiling,), plan.accumulation_steps, plan.effective_batch_size)
-    refuse_without_ranks(plan)
-    sizes = tuple(rank.batch_size for rank in plan.ddp.ranks)
-    if min(sizes) < 1:
+        return plan.main
+    ranks = required_ranks(plan)
+    if min(ranks.split) < 1:
         raise PlanError(
-            f"the plan's ranks have {shown(sizes)} samples, but every rank needs at least 1. Tune again.",
+            f"the plan's ranks have {shown(ranks.split)} samples, but every rank needs at least 1. Tune again.",
         )
-    effective = plan.ddp.effective_batch_size or plan.effective_batch_size
-    ceilings = tuple(rank.ceiling for rank in plan.ddp.ranks)
-    return _Ranks(sizes, ceilings, plan.ddp.ranks[0].accumulation_steps, effective)
+    return ranks
 
 
-def _search(plan: PlanRecord, ranks: _Ranks) -> EvenProblem:
-    caps = [ceiling.batch_size for ceiling in ranks.ceilings]
-    normed = any(check.depends and "BatchNorm" in check.subject for check in plan.checks)
-    least = plan.region.least_share if plan.region is not None else 1 + normed
+def _own_even(ranks: Layout) -> EvenRanks | None:
+    """Return the plan's own settings, if every rank has the same batch size in every forward. Otherwise None."""
+    even = EvenRanks(len(ranks.seats), ranks.split[0], ranks.accumulation_steps)
+    is_even = len(set(ranks.split)) == 1 and even.effective_batch_size == ranks.effective_batch_size
+    return even if is_even else None
+
+
+def _search(plan: PlanRecord, ranks: Layout) -> EvenProblem:
+    caps = ranks.ceilings
     most = sum(caps) if plan.max_batch_size is None else plan.max_batch_size
-    region = Region.apart(caps, most, max(1, min(least, *ranks.sizes)))
+    region = Region.apart(caps, most, min(ranks.least_batch, *ranks.split))
     # Without an effective batch size, the ceilings are for steps of one forward. They leave no room for gradients that
     # stay in memory during a second forward.
     accumulates = plan.accumulates and (plan.effective_batch_sizes is not None or ranks.accumulation_steps > 1)
@@ -120,21 +108,21 @@ def _search(plan: PlanRecord, ranks: _Ranks) -> EvenProblem:
     # ceiling. Then steps with up to twice the minimum number of forwards reach `WITHIN_REACH` of the best
     # throughput, so they are considered.
     curve = TimeCurve(tuple((samples, samples + min(caps) / 3) for samples in (1, 2)))
-    fit = plan.fit or Fit(StepTime.bare((curve,) * len(caps), 0.0, adds_up=False))
-    problem = Problem(fit, ranks.ceilings, region, True, plan.effective_batch_sizes, accumulates)
+    cost = ranks.cost or Cost(StepTime.bare((curve,) * len(caps), 0.0, adds_up=False))
+    ceilings = tuple(seat.ceiling for seat in ranks.seats)
+    problem = Problem(cost, ceilings, region, True, plan.effective_batch_sizes, accumulates)
     return EvenProblem(problem, ranks.effective_batch_size)
 
 
-def _lost(plan: PlanRecord, ranks: _Ranks, search: EvenProblem, even: EvenRanks) -> tuple[float, str]:
+def _lost(plan: PlanRecord, ranks: Layout, search: EvenProblem, even: EvenRanks) -> tuple[float, str]:
     """Compare equal batch sizes with the plan's fastest option. Return the lost fraction of samples/s, and a note."""
-    several, sizes = len(plan.devices) > 1, tuple_text(ranks.sizes)
-    problem = problem_with(plan, search.problem.fit, ranks.ceilings, None)
-    rate = problem.rate(ranks.sizes, ranks.effective_batch_size)
-    rates = [(rate, f"autosplit.ddp and {sizes}" if several else "the plan")]
-    own = problem_of(plan) if several and plan.region is not None else None
-    if own is not None:
-        name = f"plan.wrap(model), BalancedDataParallel and {tuple_text(plan.split)}"
-        rates.append((own.rate(plan.split, plan.effective_batch_size), name))
+    several, balanced = len(plan.devices) > 1, plan.balanced
+    rate = search.problem.rate(ranks.split, ranks.effective_batch_size)
+    rates = [(rate, f"autosplit.ddp and {tuple_text(ranks.split)}" if several else "the plan")]
+    own = problem_of(plan, balanced) if several and balanced is not None else None
+    if own is not None and balanced is not None:
+        name = f"plan.wrap(model), BalancedDataParallel and {tuple_text(balanced.split)}"
+        rates.append((own.rate(balanced.split, balanced.effective_batch_size), name))
     rate, name = max(rates, key=lambda pair: float(f"{pair[0]:.6g}"))  # prefer DDP in a tie
     lost_share = 1 - (even.samples_per_s or 0.0) / rate
     fewer = "no fewer" if lost_share <= BINDING_SHARE else f"{percent_text(lost_share)} fewer"
@@ -152,10 +140,10 @@ def first_notes(plan: PlanRecord) -> list[str]:
     return notes
 
 
-def _nearest_notes(ranks: _Ranks, search: EvenProblem, even: EvenRanks, tool: Tool, predicted: str) -> list[str]:
+def _nearest_notes(ranks: Layout, search: EvenProblem, even: EvenRanks, tool: Tool, predicted: str) -> list[str]:
     wanted, sizes = ranks.effective_batch_size, search.problem.effective_batch_sizes
-    cause = f"The plan's ranks have {tuple_text(ranks.sizes)} samples"
-    if len(set(ranks.sizes)) == 1:
+    cause = f"The plan's ranks have {tuple_text(ranks.split)} samples"
+    if len(set(ranks.split)) == 1:
         cause = f"The last of the plan's {ranks.accumulation_steps} forwards is shorter"
     is_same = even.effective_batch_size == wanted
     kept = "as in the plan" if is_same else f"and the plan has {wanted}"

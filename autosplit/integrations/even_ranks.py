@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autosplit.solve.memory import Region
+from autosplit.solve.change import Change, changed
 from autosplit.solve.problem import Problem
 from autosplit.solve.solver import MOST_STEPS, WITHIN_REACH
 
@@ -76,12 +76,7 @@ class EvenProblem:
         by_pace = sorted(range(len(sizes)), key=lambda rank: curves[rank](sizes[rank]) / sizes[rank])
         for count in range(len(by_pace) - 1, 0, -1):
             kept = tuple(sorted(by_pace[:count]))
-            region = problem.region
-            region = Region.apart([ceilings[rank] for rank in kept], region.max_batch_size, region.least_share)
-            fewer = replace(
-                problem, fit=problem.fit.among(kept), ceilings=tuple(problem.ceilings[i] for i in kept), region=region
-            )
-            even = replace(self, problem=fewer).best()
+            even = replace(self, problem=changed(problem, Change(devices=kept))).best()
             if even is not None and (even.samples_per_s or 0.0) > fastest:
                 found, fastest = (kept, even), even.samples_per_s or 0.0
         return found

@@ -29,7 +29,7 @@ from autosplit.integrations.export_jobs import (
 from autosplit.integrations.exported import Export
 from autosplit.plan.record import PlanRecord
 from autosplit.plan.redact import shareable
-from autosplit.plan.torchrun import PLAN_VARIABLE, command_for
+from autosplit.plan.torchrun import PLAN_VARIABLE, command_for, required_ranks
 from autosplit.text import has_control_character, printable, tuple_text
 
 UNSAVED = "plan.json"
@@ -119,8 +119,9 @@ def _to_transformers(plan: PlanRecord, _path: object) -> Export:
     if plan.devices[0].kind == "cpu":
         arguments["use_cpu"] = True
     if even.num_ranks > 1:
-        arguments["ddp_find_unused_parameters"] = plan.ddp.options.find_unused_parameters
-        if plan.ddp.options.static_graph:
+        options = required_ranks(plan).options
+        arguments["ddp_find_unused_parameters"] = options.find_unused_parameters
+        if options.static_graph:
             arguments["ddp_static_graph"] = True
         arguments["average_tokens_across_devices"] = True
         command = start.by_torchrun()
@@ -145,7 +146,7 @@ def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
         },
         # The batch size below is per process.
         "DataLoaderConfiguration": {"split_batches": False},
-        **({"DistributedDataParallelKwargs": plan.ddp.options.keywords()} if several else {}),
+        **({"DistributedDataParallelKwargs": required_ranks(plan).options.keywords()} if several else {}),
         "DataLoader": {"batch_size": even.batch_size},
     }
     # accelerate's launcher needs MPI for several processes on CPUs, and the same number of processes on each machine.
@@ -187,7 +188,7 @@ def _to_lightning(plan: PlanRecord, _path: object) -> Export:
     }
     settings: dict[str, Any] = {
         "Trainer": trainer,
-        **({"DDPStrategy": plan.ddp.options.keywords()} if several else {}),
+        **({"DDPStrategy": required_ranks(plan).options.keywords()} if several else {}),
         "DataLoader": {"batch_size": even.batch_size},
     }
     # On several machines, Lightning finds the other processes through torchrun's variables.
@@ -231,16 +232,15 @@ def _to_env(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
         "AUTOSPLIT_EFFECTIVE_BATCH_SIZE": str(plan.effective_batch_size),
         "AUTOSPLIT_PRECISION": plan.precision,
     }
-    ranks = plan.ddp.ranks
-    if ranks:
-        effective = plan.ddp.effective_batch_size or plan.effective_batch_size
+    ddp = plan.ddp
+    if ddp is not None:
         variables |= {
-            "AUTOSPLIT_DDP_BATCH_SIZES": _comma([rank.batch_size for rank in ranks]),
-            "AUTOSPLIT_DDP_ACCUMULATION_STEPS": str(ranks[0].accumulation_steps),
-            "AUTOSPLIT_DDP_EFFECTIVE_BATCH_SIZE": str(effective),
+            "AUTOSPLIT_DDP_BATCH_SIZES": _comma(ddp.split),
+            "AUTOSPLIT_DDP_ACCUMULATION_STEPS": str(ddp.accumulation_steps),
+            "AUTOSPLIT_DDP_EFFECTIVE_BATCH_SIZE": str(ddp.effective_batch_size),
         }
         if not _Start.of(plan).several:
-            variables["PET_NPROC_PER_NODE"] = str(len(ranks))
+            variables["PET_NPROC_PER_NODE"] = str(len(ddp.seats))
     lines = [*_comment_lines(notes), *(f"export {name}={shlex.quote(value)}" for name, value in variables.items())]
     return Export("env", variables, "\n".join(lines), notes=tuple(map(printable, notes)))
 

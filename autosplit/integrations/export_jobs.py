@@ -18,7 +18,7 @@ from typing import Any
 from autosplit.devices.catalog import find_card
 from autosplit.errors import DeviceError, PlanError
 from autosplit.plan.record import PlanRecord
-from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_unfit
+from autosplit.plan.torchrun import PLAN_VARIABLE, trainable_ranks
 from autosplit.text import printable, tuple_text
 
 NAME = "autosplit"
@@ -60,7 +60,7 @@ def machines_of(plan: PlanRecord, counts: Sequence[int]) -> tuple[Machines, ...]
     Raises:
         DeviceError, PlanError: The plan is for simulated GPUs, has no ranks, or mixes GPUs on one machine.
     """
-    refuse_unfit(plan)
+    trainable_ranks(plan)
     devices = iter(plan.devices)
     found: list[tuple[int, str | None]] = []
     for count in counts:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.ddp.context import Context
 from autosplit.ddp.device import device_for
 from autosplit.ddp.find_plan import check_model, described, is_newest, tell_of_newest
 from autosplit.ddp.loader_steps import totals_over_ranks
@@ -25,9 +24,10 @@ from autosplit.ddp.rendezvous import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError, warn_user
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
+from autosplit.plan.layout import Layout
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import add_note_to_file, least_share, without_notes
-from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_simulated, refuse_unfit
+from autosplit.plan.record import add_note_to_file, without_notes
+from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_simulated, trainable_ranks
 from autosplit.profiles.validity import usable_here
 from autosplit.solve.split import micro_batch_sizes, short_split
 from autosplit.torch_versions import BATCH_NORMS
@@ -60,6 +60,7 @@ class Share:
     """
 
     plan: Plan
+    layout: Layout
     place: Place
     batch_sizes: tuple[int, ...]
     accumulation_steps: int
@@ -83,8 +84,11 @@ class Share:
     @property
     def cut_options(self) -> dict[str, Any]:
         """The arguments of `autosplit.tools.oom_cuts.Cuts` for this process's micro-batches."""
-        least = self.plan.ddp.least_batch if self.num_processes > 1 else least_share(self.plan)
-        return {"dim": self.plan.batch_dim, "least": least, "note": partial(add_note_to_file, self.plan)}
+        return {
+            "dim": self.plan.batch_dim,
+            "least": self.layout.least_batch,
+            "note": partial(add_note_to_file, self.plan),
+        }
 
     def __str__(self) -> str:
         sizes = " + ".join(str(size) for size in (self.plan.split if self.wraps else self.batch_sizes))
@@ -103,9 +107,9 @@ class Share:
         effective = self.effective_batch_size
         made = MarkingBatchSampler(num_samples, part.batch_size, effective, rank_slice=part, **options)
         if self.num_processes > 1:
-            made.refuse_single_samples(self.batch_sizes, self.plan.ddp.least_batch)
-        elif self.wraps and self.plan.region is not None:
-            made.refuse_single_samples(self.plan.split, self.plan.region.least_share)
+            made.refuse_single_samples(self.batch_sizes, self.layout.least_batch)
+        elif self.wraps:
+            made.refuse_single_samples(self.layout.split, self.layout.least_batch)
         return made
 
     def refuse_uncounted_batchnorms(self, model: nn.Module, sampler: ScheduledBatchSampler) -> None:
@@ -186,13 +190,13 @@ class Share:
 def share_of(plan: Plan, place: Place) -> Share:
     """Return a process's part of a plan. Raise PlanError for a different number of processes or a sharded model."""
     if place.world_size > 1:
-        refuse_unfit(plan)
-        if plan.ddp.shard_size is not None:
+        layout = trainable_ranks(plan)
+        if layout.shard_size is not None:
             raise PlanError(
                 "The plan is for a sharded model, but this library trains a whole model on each rank. The plan's batch "
                 "sizes may not fit. Pass a plan from autosplit.tune, or train with autosplit.ddp and ctx.shard.",
             )
-        count = len(plan.ddp.ranks)
+        count = len(layout.seats)
         if count != place.world_size:
             raise PlanError(
                 f"The plan has {count} rank{'s' * (count > 1)}, but the job has {place.world_size}. Expected one "
@@ -200,16 +204,15 @@ def share_of(plan: Plan, place: Place) -> Share:
                 "SCRIPT, or tune for the devices of this job.",
                 code="world-size",
             )
-        ctx = Context(plan, place.rank, torch.device("cpu"))  # for its numbers only
-        sizes = tuple(settings.batch_size for settings in plan.ddp.ranks)
-        return Share(plan, place, sizes, ctx.settings.accumulation_steps, ctx.effective_batch_size)
+        return Share(plan, layout, place, layout.split, layout.accumulation_steps, layout.effective_batch_size)
     refuse_simulated(plan, "train on")
-    if plan.region is None and len(plan.devices) > 1:
+    layout = plan.main
+    if layout.strategy == "ddp" and len(layout.seats) > 1:
         raise PlanError(
             f"The plan is for {len(plan.devices)} processes, but there is only this one. Start the script with "
             "autosplit launch, or tune with strategy='balanced'.",
         )
-    return Share(plan, place, (plan.batch_size,), plan.accumulation_steps, plan.effective_batch_size)
+    return Share(plan, layout, place, (layout.batch_size,), layout.accumulation_steps, layout.effective_batch_size)
 
 
 def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int | None) -> Share | None:
@@ -236,7 +239,7 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
         return None
     path, newest = usable[0]
     if place.rank == 0 and len({without_notes(plan).to_json() for _, plan in usable}) > 1:
-        tell_of_newest(described(newest) if newest.ddp.ranks else str(newest), path)
+        tell_of_newest(described(newest) if newest.ddp is not None else str(newest), path)
     return share_of(newest, place)
 
 
@@ -255,5 +258,5 @@ def _processes(count: int) -> str:
 
 def _is_for(plan: Plan, place: Place) -> bool:
     if place.world_size > 1:
-        return len(plan.ddp.ranks) == place.world_size
-    return plan.region is not None or len(plan.devices) == 1
+        return plan.ddp is not None and len(plan.devices) == place.world_size
+    return plan.balanced is not None or len(plan.devices) == 1

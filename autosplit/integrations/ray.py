@@ -35,8 +35,8 @@ from autosplit.ddp.find_plan import plan_for_job
 from autosplit.ddp.setup import setup as join
 from autosplit.devices.accelerator import visible_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError
+from autosplit.plan.layout import PlanDevice
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import PlanDevice
 from autosplit.text import parse_bytes
 from autosplit.tools.other_devices import RankDevice, plan_for_devices
 from autosplit.tuning import tune as tuning
@@ -220,7 +220,9 @@ def _tune_on_worker(config: dict[str, Any]) -> str:
 
 
 def _largest_devices(plan: Plan, count: int) -> list[RankDevice]:
-    largest_first = sorted(plan.devices, key=lambda device: device.ceiling.batch_size, reverse=True)
+    largest_first = [
+        one.device for one in sorted(plan.main.seats, key=lambda one: one.ceiling.batch_size, reverse=True)
+    ]
     return [
         RankDevice(device.label, device.name, budget_bytes=device.memory_bytes if device.budgeted else None)
         for device in islice(cycle(largest_first), count)

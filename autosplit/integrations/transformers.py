@@ -149,7 +149,7 @@ class SharesMixin(Mixed):
                 warn_of_router_loss(self.model, self.share)
         if self.share is not None and self.accelerator.ddp_handler is not None:
             # The Trainer has no argument for this option. The plan measured memory with this option.
-            self.accelerator.ddp_handler.gradient_as_bucket_view = self.share.plan.ddp.options.gradient_as_bucket_view
+            self.accelerator.ddp_handler.gradient_as_bucket_view = self.share.layout.options.gradient_as_bucket_view
 
     # Methods that the Trainer calls
 
@@ -421,7 +421,7 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
     share.refuse_other_job(args.world_size, device, "transformers")
     if share.wraps:
         args._n_gpu = min(args._n_gpu, 1)  # with more, the Trainer would wrap the model in nn.DataParallel
-    elif plan.ddp.options.find_unused_parameters and args.ddp_find_unused_parameters is None:
+    elif share.layout.options.find_unused_parameters and args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = True
     has = next((name for name in ("bf16", "fp16") if getattr(args, name)), "none")
     wants = f"{has}=False" if plan.precision == "none" else f"{plan.precision}=True"

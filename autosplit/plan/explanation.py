@@ -1,7 +1,6 @@
-"""Store the reasons for a plan as numbers, and describe them in sentences.
+"""Define the reasons for a layout as numbers, and describe them in sentences.
 
-Computing the numbers takes seconds for many devices, so a saved plan stores them. Only `Explanation.sentences` converts
-units.
+Only `Explanation.sentences` converts units.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ LIMITS = ("memory", "max_batch_size", "effective_batch_size")
 
 
 @dataclass(frozen=True)
-class Change:
-    """The simulated throughput of a machine that differs from the plan's machine in one property.
+class WhatIf:
+    """The throughput of a machine that differs from the plan's machine in one property.
 
     Attributes:
         what: The property, as in `Bound`. Also ``"one_gib_more"`` memory on a device, or a device ``"alone"``.
         device: Label of the changed device. None for all devices, or if the property concerns no single device.
-        samples_per_s: Throughput of the fastest split that was simulated on the changed machine.
+        samples_per_s: Throughput of the fastest split on the changed machine, simulated or predicted.
     """
 
     what: Changed
@@ -290,19 +289,6 @@ class Explanation:
 
     def __str__(self) -> str:
         return "\n".join(self.sentences().values())
-
-
-@dataclass(frozen=True)
-class Explained:
-    """An explanation together with the plan that it is valid for.
-
-    Attributes:
-        of: Digest of the plan's numbers. The explanation is valid only for a plan with this digest.
-        explanation: The explanation.
-    """
-
-    of: str
-    explanation: Explanation
 
 
 # --------------------------------------------------------------------------------------------------------- sentences

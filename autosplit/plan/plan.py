@@ -17,7 +17,6 @@ from autosplit.plan.record import (
     PlanRecord,
     add_note_to_file,
     count_of,
-    least_share,
     loader_keywords,
     reduce_of,
     required_lengths,
@@ -57,34 +56,19 @@ class Plan(PlanRecord):
         return ". ".join(text.rstrip(".") for text in (super().__str__(), assumed, chosen_step_text(self)) if text)
 
     def _repr_html_(self) -> str:
-        from autosplit.text import rate_text, size_text, table_html
+        from autosplit.plan.rows import rows_of
+        from autosplit.text import table_html
 
-        several = len(self.devices) > 1
-        facts = [("split", str(self.split)), ("gpu0_bsz", str(self.gpu0_bsz))] if several else []
-        facts += [
-            ("batch_size", f"{self.batch_size:,}"),
-            ("accumulation_steps", f"{self.accumulation_steps:,}"),
-            ("effective_batch_size", f"{self.effective_batch_size:,}"),
-            ("throughput", rate_text(self.samples_per_s) + (" (simulated)" if self.simulated else "")),
-        ]
-        rows = [
-            (
-                device.label if device.kind == "cpu" else f"{device.label} {device.name}",
-                f"{device.share:,}",
-                f"{size_text(device.peak_bytes)} of {size_text(device.capacity_bytes)}",
-                f"{ceiling:,}",
-            )
-            for device, ceiling in zip(self.devices, self.ceilings, strict=True)
-        ]
+        rows = rows_of(self)
+        numbers = {**rows.numbers, **({"strategy": rows.strategy} if rows.strategy else {})}
         remarks = [] if self.complete else ["interrupted: the best plan so far"]
         remarks += ["simulated: predicted for GPUs that this machine does not have"] if self.simulated else []
-        return table_html("autosplit plan", facts, ("device", "share", "memory", "ceiling"), rows, remarks)
+        return table_html("autosplit plan", [*numbers.items()], rows.columns, rows.devices, remarks)
 
     def explain(self) -> Explanation:
         """Explain the plan: its bounds, the alternatives, and the quality of its fit.
 
-        No training step is run, so this also works for a loaded plan. For many devices it takes seconds, unless the
-        plan stores the explanation.
+        No training step is run, so this also works for a loaded plan. For many devices it takes seconds.
 
         Returns:
             The explanation as numbers. `str()` returns it as text.
@@ -263,7 +247,7 @@ class Plan(PlanRecord):
         from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 
         made = ScheduledBatchSampler(num_samples, self.batch_size, self.effective_batch_size, **options)
-        made.refuse_single_samples(self.split, least_share(self))
+        made.refuse_single_samples(self.split, self.main.least_batch)
         return made
 
     def token_sampler(self, lengths: Any, *, shuffle: bool = False, seed: int = 0) -> TokenBatchSampler:
@@ -298,7 +282,7 @@ class Plan(PlanRecord):
             shuffle=shuffle,
             seed=seed,
         )
-        made.refuse_single_samples(self.split, least_share(self))
+        made.refuse_single_samples(self.split, self.main.least_batch)
         return made
 
     @property
@@ -406,7 +390,7 @@ class Plan(PlanRecord):
         if self.accumulation_steps > 1:
             warn_of_missing_count(count, count_of(self))
         note = partial(add_note_to_file, self)
-        cuts = cuts_of(loader, on_oom, dim=self.batch_dim, least=least_share(self), count=count, note=note)
+        cuts = cuts_of(loader, on_oom, dim=self.batch_dim, least=self.main.least_batch, count=count, note=note)
         made = steps(
             loader,
             batch_size=self.batch_size,

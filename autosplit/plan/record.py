@@ -6,8 +6,8 @@ import contextlib
 import copy
 import os
 import stat
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -17,180 +17,46 @@ from msgspec import Meta
 from autosplit.errors import PlanError
 from autosplit.files import profile_with_key, read_bounded, replace_file, what_stands_at
 from autosplit.notes import Note
-from autosplit.plan.explanation import Change, Explained
+from autosplit.plan.explanation import BINDING_SHARE, WhatIf
+from autosplit.plan.layout import Layout, PlanDevice, Strategy
 from autosplit.plan.loader_settings import LoaderSettings
-from autosplit.plan.validation import PRECISIONS, control_character, fits_devices, unfit_number, unsound_part
+from autosplit.plan.older_files import upgraded
+from autosplit.plan.validation import PRECISIONS, control_character, unfit_number, unsound_part
 from autosplit.probe.check_result import Check, is_count_expression
 from autosplit.solve.length_plan import LengthPlan
-from autosplit.solve.memory import Ceiling, MemoryParts, Region
-from autosplit.solve.split import accumulation_steps
-from autosplit.solve.step_time import Fit
 from autosplit.solve.trial import Trial
 from autosplit.text import counted_text, listed, printable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version of the JSON format. `load` rejects files of unknown versions."""
-
-MOST_DEVICES = 4096
-"""Largest number of devices in a plan, over all machines of a job."""
-
-MOST_FORWARDS = 2**20
-"""Largest number of forwards per optimizer step."""
 
 MAX_FILE_BYTES = 16 * 2**20
 """Largest plan file that `load` reads, 16 MiB. A plan has tens of KiB."""
 
 
-@dataclass(frozen=True)
-class PlanDevice:
-    """A device of the plan.
-
-    Attributes:
-        label: ``"cuda:0"``, ``"cpu:1"`` or ``"sim:2"``.
-        kind: ``"cpu"``, ``"sim"``, or torch's name of an accelerator, such as ``"cuda"``.
-        index: Position among the devices for cpu and sim. Logical index for an accelerator.
-        name: Model name of the device.
-        memory_bytes: Memory of the device, or its budget.
-        capacity_bytes: Memory that the plan may use, without the reserve.
-        budgeted: Whether autosplit enforces the capacity.
-        share: Samples per forward on this device: its entry of the split.
-        peak_bytes: Peak memory in a step of the plan. Predicted for simulated GPUs.
-        busy_s: Compute time of a full micro-step, from the fitted curve.
-        ceiling: The largest batch that fits on the device, and how it was found.
-        uuid: UUID of a GPU. None for other devices.
-        driver: Version of the GPU's driver. None for other devices.
-        memory: Parts of `peak_bytes`. None if they are unknown.
-        rates: Source of a simulated GPU's speed, ``"published"`` or ``"measured on ..."``. None for other devices.
-        attention: The back ends that torch chooses for `scaled_dot_product_attention`. Empty if the model calls no
-            attention, and for devices other than NVIDIA GPUs.
-    """
-
-    label: str
-    kind: str
-    index: int
-    name: str
-    memory_bytes: int
-    capacity_bytes: int
-    budgeted: bool
-    share: int
-    peak_bytes: int
-    busy_s: float
-    ceiling: Ceiling
-    uuid: str | None = None
-    driver: str | None = None
-    memory: MemoryParts | None = None
-    rates: str | None = None
-    attention: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class RankSettings:
-    """The settings of one DDP rank.
-
-    Attributes:
-        rank: Number of the rank.
-        device: Label of the rank's device.
-        batch_size: Samples per forward on this rank.
-        accumulation_steps: Forwards per optimizer step, equal on all ranks.
-        ceiling: The largest batch that fits on this rank.
-        peak_bytes: Predicted peak memory at this batch size.
-    """
-
-    rank: int
-    device: str
-    batch_size: int
-    accumulation_steps: Annotated[int, Meta(ge=1)]
-    ceiling: Ceiling
-    peak_bytes: int
-
-
-@dataclass(frozen=True)
-class DdpOptions:
-    """The options of DistributedDataParallel, which `autosplit.ddp` sets.
-
-    Attributes:
-        gradient_as_bucket_view: Whether gradients are views into DDP's buckets, which saves one copy.
-        find_unused_parameters: Whether a trainable parameter got no gradient in a step. Without this option, DDP would
-            wait for its gradient.
-        static_graph: Whether the graph is the same in every step. autosplit never sets it, because a few steps can't
-            prove it.
-    """
-
-    gradient_as_bucket_view: bool = True
-    find_unused_parameters: bool = False
-    static_graph: bool = False
-
-    def keywords(self) -> dict[str, bool]:
-        """Return the options as keyword arguments."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
-
-
-@dataclass(frozen=True)
-class DdpPlan:
-    """The settings for DistributedDataParallel. They are solved from the plan's own measurements.
-
-    Attributes:
-        ranks: One entry for each device. Empty if DDP is not possible, see `reason`.
-        samples_per_s: Throughput of whole optimizer steps, predicted unless `measured`. 0 if there are no ranks.
-        reason: Why there are no ranks. None if there are ranks.
-        effective_batch_size: Samples per optimizer step. 0 if there are no ranks.
-        measured: Whether the throughput was measured or simulated. A single rank's throughput is from the search.
-        options: Options of DistributedDataParallel.
-        least_batch: Smallest number of samples per rank: 2 if a BatchNorm layer gets one value per sample, else 1.
-        even_samples_per_s: Predicted throughput of ranks with equal batches, for the same samples per optimizer step.
-            None if it is unknown or meaningless (a single rank, or ranks that share a CPU).
-        shard_size: Ranks per shard group of FSDP2 (`tune_sharded`). None if each rank has the whole model.
-        fit: The time model of the ranks. None if it is unknown, or if `PlanRecord.fit` is the ranks' own.
-    """
-
-    ranks: tuple[RankSettings, ...]
-    samples_per_s: float
-    reason: str | None = None
-    effective_batch_size: int = 0
-    measured: bool = False
-    options: DdpOptions = DdpOptions()
-    least_batch: int = 1
-    even_samples_per_s: Annotated[float, Meta(gt=0)] | None = None
-    shard_size: Annotated[int, Meta(ge=2)] | None = None
-    fit: Fit | None = None
-
-
 @dataclass(frozen=True, repr=False)
 class PlanRecord:
-    """Split, batch size and accumulation steps for training a workload on some devices.
+    """Layouts for training a workload on some devices, and how they were found.
 
     Attributes:
-        split: Samples per device in one forward.
-        gpu0_bsz: Samples on device 0: `split[0]`.
-        batch_size: Samples per forward: `sum(split)`.
-        accumulation_steps: Forwards per optimizer step.
-        effective_batch_size: Requested samples per optimizer step. The last micro-step may be shorter.
-        samples_per_s: Throughput of whole optimizer steps, measured or simulated.
-        even_samples_per_s: Throughput of the same batch split evenly. None if it does not fit, was not run, or is
-            meaningless (one device, or devices that share a CPU).
-        ceilings: Samples per device that fit at the same time. Any split within the ceilings fits.
-        devices: The devices, with the plan's values for each.
-        region: The splits that fit: device 0's memory by its samples and the whole batch, and the other devices'
-            ceilings. None if no batch is split (`strategy="ddp"`).
-        fit: The fitted time model, with its residuals. None if the plan has no fit.
+        layouts: The layouts, one for each strategy that can train the workload, the recommended one first.
+        precision: ``"none"``, ``"bf16"`` or ``"fp16"``.
+        trials: The trials of the search.
+        why_no_ddp: Why DDP is not possible. None if there is a layout for it.
         effective_batch_sizes: The requested range of samples per optimizer step. None for one forward of any size.
         max_batch_size: The requested limit of samples per forward. None for no limit.
         accumulates: Whether an optimizer step may have several forwards.
         sample_batch_size: Samples of the workload's sample batch. None if unknown.
-        trials: The trials of the search.
         checks: Checks of whether splitting changes the training. Empty, with a note, if no check was made.
-        ddp: The settings for DistributedDataParallel.
-        precision: ``"none"``, ``"bf16"`` or ``"fp16"``.
         batch_dim: The batch dimension.
         loss_reduction: ``"mean"`` or ``"sum"``: how the loss combines samples. Scalar outputs of the replicas are
             combined in the same way.
         called_with: How the model takes its inputs: as one ``"tensor"``, as ``"arguments"`` or as ``"keywords"``.
         loss_rule: Where the loss is: ``"attribute"`` (``outputs.loss``), ``"item"`` (``outputs["loss"]``), ``"first"``
             (``outputs[0]``), ``"scalar"`` (the output) or ``"mean"`` (nowhere). None if a function computes the loss.
-        simulated: Whether the devices are simulated. Such a plan can't be used for training.
         complete: Whether the search was finished. If it was interrupted, this is the best plan so far.
         machine: The kind of machine that the plan is for.
         workload: The fingerprint of the workload that the plan is for.
@@ -198,30 +64,18 @@ class PlanRecord:
         notes: Assumptions, and tasks that could not be done. Each `Note` has a `kind` and a `text`.
         real_steps: Number of real training steps that were run to find the plan.
         real_ooms: Number of these steps that ran out of memory.
-        changes: Simulated throughput of machines that differ in one property. None if they were not simulated.
+        what_ifs: Simulated throughput of machines that differ in one property. None if they were not simulated.
         loader_settings: The fastest settings of the data loader. None if `tune` got no loader.
         loader_samples_per_s: Throughput of the data loader over all processes. None if `tune` got no loader.
         lengths: The plan for samples of different lengths. None if `tune` got no lengths.
         checkpointed: Names of the layers that `Plan.wrap` and `autosplit.ddp` checkpoint.
-        explained: The stored explanation, or None. Comparisons of plans ignore it.
         schema_version: Version of the JSON.
     """
 
-    split: tuple[int, ...]
-    gpu0_bsz: int
-    batch_size: int
-    accumulation_steps: Annotated[int, Meta(le=MOST_FORWARDS)]
-    effective_batch_size: int
-    samples_per_s: float
-    even_samples_per_s: Annotated[float, Meta(gt=0)] | None
-    ceilings: tuple[int, ...]
-    devices: Annotated[tuple[PlanDevice, ...], Meta(max_length=MOST_DEVICES)]
-    trials: tuple[Trial, ...]
-    ddp: DdpPlan
+    layouts: Annotated[tuple[Layout, ...], Meta(min_length=1, max_length=2)]
     precision: str
-    simulated: bool
-    region: Region | None = None
-    fit: Fit | None = None
+    trials: tuple[Trial, ...] = ()
+    why_no_ddp: str | None = None
     effective_batch_sizes: tuple[int, int] | None = None
     max_batch_size: int | None = None
     accumulates: bool = True
@@ -238,39 +92,23 @@ class PlanRecord:
     notes: tuple[Note, ...] = ()
     real_steps: int = 0
     real_ooms: int = 0
-    changes: tuple[Change, ...] | None = None
+    what_ifs: tuple[WhatIf, ...] | None = None
     loader_settings: LoaderSettings | None = None
     loader_samples_per_s: Annotated[float, Meta(gt=0)] | None = None
     lengths: LengthPlan | None = None
     checkpointed: tuple[str, ...] = ()
-    explained: Explained | None = field(default=None, compare=False, repr=False)
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        self._require(bool(self.split) and min(self.split) >= 0 and sum(self.split) > 0, "split", "shares of 0 or more")
-        self._require(self.gpu0_bsz == self.split[0], "gpu0_bsz", f"split[0], {self.split[0]}")
-        self._require(self.batch_size == sum(self.split), "batch_size", f"the split's sum, {sum(self.split)}")
-        self._require(self.effective_batch_size >= 1, "effective_batch_size", "1 or more")
-        steps = accumulation_steps(self.effective_batch_size, self.batch_size)
-        self._require(self.accumulation_steps == steps, "accumulation_steps", f"ceil(effective / batch), {steps}")
-        self._require(len(self.devices) == len(self.split), "devices", f"one for each of {len(self.split)} shares")
-        self._require(len(self.ceilings) == len(self.split), "ceilings", f"one for each of {len(self.split)} shares")
-        within = all(share <= ceiling for share, ceiling in zip(self.split, self.ceilings, strict=False))
-        self._require(within, "split", f"a split within the ceilings {self.ceilings}")
-        self._require(self.samples_per_s > 0, "samples_per_s", "more than 0")
-        simulated = any(device.kind == "sim" for device in self.devices)
-        self._require(self.simulated == simulated, "simulated", f"{simulated}, because of its devices")
+        strategies, counts = {one.strategy for one in self.layouts}, {len(one.seats) for one in self.layouts}
+        once = len(strategies) == len(self.layouts) and len(counts) == 1
+        self._require(once, "layouts", "one or two layouts of different strategies for the same devices")
         self._require(self.loss_reduction in ("mean", "sum"), "loss_reduction", "'mean' or 'sum'")
         self._require(self.precision in PRECISIONS, "precision", f"one of {PRECISIONS}")
-        ranks = [settings.rank for settings in self.ddp.ranks]
-        self._require(ranks in ([], list(range(len(self.split)))), "ddp", "a rank for each device in order, or none")
         if self.effective_batch_sizes is not None:
             least, most = self.effective_batch_sizes
             in_range = 1 <= least <= self.effective_batch_size <= most
             self._require(in_range, "effective_batch_size", f"{least} to {most}, as requested")
-        others = 0 if self.region is None else 1 + len(self.region.replica_ceilings)
-        self._require(others in (0, len(self.split)), "region", f"ceilings for {len(self.split) - 1} other devices")
-        self._require(fits_devices(self.fit, len(self.split)), "fit", f"{len(self.split)} curves of measured times")
         self._require(self.lengths is None or self.lengths.is_sound, "lengths", "points of falling length")
         unfit = unfit_number(self)
         if unfit is not None:
@@ -280,6 +118,92 @@ class PlanRecord:
     def _require(self, holds: bool, name: str, expected: str) -> None:
         if not holds:
             raise PlanError(f"{name} is {getattr(self, name)!r:.200}. Expected {expected}. Tune again.")
+
+    # Layouts
+
+    @property
+    def recommended(self) -> Layout:
+        """The recommended layout: the faster one. If both are equally fast, BalancedDataParallel's."""
+        return self.layouts[0]
+
+    @property
+    def balanced(self) -> Layout | None:
+        """BalancedDataParallel's layout. None if the plan is for DDP only (``strategy="ddp"``)."""
+        return self._layout_of("balanced")
+
+    @property
+    def ddp(self) -> Layout | None:
+        """DDP's layout, with a seat for each rank. None if DDP is not possible, see `why_no_ddp`."""
+        return self._layout_of("ddp")
+
+    def _layout_of(self, strategy: Strategy) -> Layout | None:
+        return next((one for one in self.layouts if one.strategy == strategy), None)
+
+    @property
+    def main(self) -> Layout:
+        """BalancedDataParallel's layout. If the plan is for DDP only, DDP's layout."""
+        return self.balanced or self.layouts[0]
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """Samples per device in one forward of BalancedDataParallel. If the plan is for DDP only, samples per rank."""
+        return self.main.split
+
+    @property
+    def gpu0_bsz(self) -> int:
+        """Samples on device 0: `split[0]`."""
+        return self.main.split[0]
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per forward: `sum(split)`."""
+        return self.main.batch_size
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Forwards per optimizer step."""
+        return self.main.accumulation_steps
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Samples per optimizer step. The last micro-step may be shorter."""
+        return self.main.effective_batch_size
+
+    @property
+    def samples_per_s(self) -> float:
+        """Throughput of whole optimizer steps, measured or simulated."""
+        return self.main.samples_per_s
+
+    @property
+    def even_samples_per_s(self) -> float | None:
+        """Throughput of an even split, see `Layout.even_samples_per_s`."""
+        return self.main.even_samples_per_s
+
+    @property
+    def ceilings(self) -> tuple[int, ...]:
+        """Samples per device that fit at the same time. Any split within the ceilings fits."""
+        return self.main.ceilings
+
+    @property
+    def devices(self) -> tuple[PlanDevice, ...]:
+        """The devices, in the order of the split."""
+        return self.main.devices
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the devices are simulated. Such a plan can't be used for training."""
+        return any(device.kind == "sim" for device in self.devices)
+
+    @property
+    def fastest(self) -> Strategy | None:
+        """The strategy with more samples/s, which may be a prediction.
+
+        None if only one strategy is possible. Also None if the devices share a CPU, because splitting brings no gain
+        there.
+        """
+        if len(self.devices) == 1 or self.main.shares_processor or len(self.layouts) == 1:
+            return None
+        return max(self.layouts, key=lambda one: (one.samples_per_s, one.strategy == "balanced")).strategy
 
     def __repr__(self) -> str:
         devices = listed([f"{device.label} {printable(device.name)}" for device in self.devices], 4)
@@ -293,17 +217,6 @@ class PlanRecord:
             f"{' (simulated)' if self.simulated else ''}"
             f"{'. Splitting changes the training, see plan.checks' if any(c.depends for c in self.checks) else ''}"
         )
-
-    @property
-    def fastest(self) -> Literal["balanced", "ddp"] | None:
-        """Whether the plan's own split (``"balanced"``) or `ddp` has more `samples_per_s`, which may be a prediction.
-
-        None if only one of them is possible. Also None if the devices share a CPU, because splitting brings no gain
-        there.
-        """
-        if len(self.devices) == 1 or shares_processor(self) or self.region is None or not self.ddp.ranks:
-            return None
-        return "ddp" if self.ddp.samples_per_s > self.samples_per_s else "balanced"
 
     @property
     def path(self) -> Path | None:
@@ -376,12 +289,12 @@ class PlanRecord:
         """
         try:
             version = msgspec.json.decode(text, type=_Versioned).schema_version
-            if version == 1:
-                text = _from_version_1(text)
-            elif version != SCHEMA_VERSION:
+            if not 1 <= version <= SCHEMA_VERSION:
                 raise PlanError(
-                    f"{source} has schema_version {version}, but this version reads {SCHEMA_VERSION}. Tune again.",
+                    f"{source} has schema_version {version}, but this version reads 1 to {SCHEMA_VERSION}. Tune again.",
                 )
+            if version < SCHEMA_VERSION:
+                text = upgraded(text, version)
             unsound = control_character(msgspec.json.decode(text))
             plan = msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -418,9 +331,39 @@ def with_notes(plan: P, *first: Note, last: Iterable[Note] = ()) -> P:
     return replaced(plan, notes=(*first, *plan.notes, *last))
 
 
+def with_layouts(plan: P, *layouts: Layout) -> P:
+    """Return the plan with other layouts, in the recommended order.
+
+    The faster layout comes first. If both are equally fast, the simpler wrapper does. A caller who passed
+    ``strategy="balanced"`` has decided.
+    """
+    ddp = next((one for one in layouts if one.strategy == "ddp"), None)
+    others = [one for one in layouts if one is not ddp]
+    if ddp is None or not others:
+        return replaced(plan, layouts=layouts)
+    no_choice = len(ddp.seats) == 1 or ddp.shares_processor or plan.request.get("strategy") == "balanced"
+    is_faster = ddp.samples_per_s > others[0].samples_per_s * (1 + BINDING_SHARE)
+    return replaced(plan, layouts=(ddp, *others) if is_faster and not no_choice else (*others, ddp))
+
+
+def with_layout(plan: P, layout: Layout) -> P:
+    """Return the plan with this layout instead of its layout of the same strategy."""
+    return with_layouts(plan, *(layout if one.strategy == layout.strategy else one for one in plan.layouts))
+
+
+def with_devices(plan: P, change: Callable[[int, PlanDevice], PlanDevice]) -> P:
+    """Return the plan with every device changed by a function of its position."""
+
+    def changed(layout: Layout) -> Layout:
+        seats = enumerate(layout.seats)
+        return replace(layout, seats=tuple(replace(seat, device=change(i, seat.device)) for i, seat in seats))
+
+    return replaced(plan, layouts=tuple(map(changed, plan.layouts)))
+
+
 def without_notes(plan: P) -> P:
-    """Return the plan without its notes and its explanation. All other fields are equal on all ranks."""
-    return replace(plan, notes=(), explained=None)
+    """Return the plan without its notes. All other fields are equal on all ranks."""
+    return replace(plan, notes=())
 
 
 def add_note_to_file(plan: PlanRecord, note: Note) -> None:
@@ -446,16 +389,6 @@ def reduce_of(plan: PlanRecord) -> Literal["samples", "tokens", "next tokens", "
     return next((check.reduce for check in plan.checks if check.reduce is not None), None)
 
 
-def shares_processor(plan: PlanRecord) -> bool:
-    """Return whether the devices are parts of one CPU, so that splitting brings no gain."""
-    return len(plan.devices) > 1 and all(device.kind == "cpu" for device in plan.devices)
-
-
-def least_share(plan: PlanRecord) -> int:
-    """Return the smallest number of samples on which a device of BalancedDataParallel trains."""
-    return 1 if plan.region is None else plan.region.least_share
-
-
 def loader_keywords(plan: PlanRecord) -> dict[str, Any]:
     """Return the settings found for the data loader, as keyword arguments of a DataLoader."""
     return {} if plan.loader_settings is None else plan.loader_settings.to_dict()
@@ -476,16 +409,3 @@ class _Versioned:
     """The only key that every version of the JSON has."""
 
     schema_version: int
-
-
-def _from_version_1(text: str | bytes) -> bytes:
-    """Convert JSON of version 1 to version 2: notes were strings, and now have a kind."""
-
-    def upgraded(value: Any, key: str = "") -> Any:
-        if isinstance(value, dict):
-            return {name: upgraded(item, name) for name, item in value.items()}
-        if isinstance(value, list):
-            return [upgraded(item, key) for item in value]
-        return {"kind": "note", "text": value} if key == "notes" and isinstance(value, str) else value
-
-    return msgspec.json.encode({**upgraded(msgspec.json.decode(text)), "schema_version": SCHEMA_VERSION})

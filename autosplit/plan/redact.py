@@ -10,8 +10,8 @@ import re
 from dataclasses import replace
 
 from autosplit.notes import Note
+from autosplit.plan.layout import Layout
 from autosplit.plan.record import P
-from autosplit.solve.memory import Ceiling
 
 REMOVED = "[removed]"
 """Replacement of a private part of a sentence."""
@@ -43,18 +43,21 @@ def shareable(plan: P) -> P:
     def clean(notes: tuple[Note, ...]) -> tuple[Note, ...]:
         return tuple(replace(note, text=redacted(note.text)) for note in notes)
 
-    def quiet(ceiling: Ceiling) -> Ceiling:
-        return replace(ceiling, notes=clean(ceiling.notes))
+    def quiet(layout: Layout) -> Layout:
+        seats = (
+            replace(
+                seat,
+                device=replace(seat.device, uuid=None),
+                ceiling=replace(seat.ceiling, notes=clean(seat.ceiling.notes)),
+            )
+            for seat in layout.seats
+        )
+        return replace(layout, seats=tuple(seats))
 
-    reason = plan.ddp.reason
     return replace(
         plan,
-        devices=tuple(replace(one, uuid=None, ceiling=quiet(one.ceiling)) for one in plan.devices),
-        ddp=replace(
-            plan.ddp,
-            reason=reason and redacted(reason),
-            ranks=tuple(replace(one, ceiling=quiet(one.ceiling)) for one in plan.ddp.ranks),
-        ),
+        layouts=tuple(map(quiet, plan.layouts)),
+        why_no_ddp=plan.why_no_ddp and redacted(plan.why_no_ddp),
         trials=tuple(replace(one, failure=one.failure and redacted(one.failure)) for one in plan.trials),
         notes=clean(plan.notes),
     )

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, SupportsIndex
 
 from autosplit.errors import InputError
-from autosplit.plan.explain import required_problem
+from autosplit.plan.layout import Layout
 from autosplit.plan.measured_step import checked_split
+from autosplit.plan.resolve import required_problem
 from autosplit.solve.split import whole_number
 from autosplit.text import rate_text
 
@@ -61,10 +62,10 @@ class SplitComparison:
 
 def compared_split(plan: PlanRecord, split: int | Sequence[int], accumulation_steps: SupportsIndex) -> SplitComparison:
     """Return the comparison, see `Plan.compare_with`."""
-    shares = checked_split(split, [device.label for device in plan.devices])
+    layout = plan.main
+    shares = checked_split(split, [device.label for device in layout.devices])
     steps = whole_number("accumulation_steps", accumulation_steps, minimum=1)
-    problem = required_problem(plan)
-    least = plan.ddp.least_batch if problem.ranks else problem.region.least_share
+    problem, least = required_problem(plan, layout), layout.least_batch
     if any(0 < share < least for share in shares) or (problem.ranks and 0 in shares):
         raise InputError(
             f"split={shares} gives a device too few samples to train on. Give each device at least {least}"
@@ -72,9 +73,9 @@ def compared_split(plan: PlanRecord, split: int | Sequence[int], accumulation_st
         )
     samples = sum(shares) * steps
     rate = problem.rate(shares, samples)
-    own = problem.rate(plan.split, plan.effective_batch_size)
-    peaks = tuple(_peak_bytes(plan, index, shares, steps) for index in range(len(shares)))
-    fitting = zip(plan.devices, peaks, strict=True)
+    own = problem.rate(layout.split, layout.effective_batch_size)
+    peaks = tuple(_peak_bytes(layout, index, shares, steps) for index in range(len(shares)))
+    fitting = zip(layout.devices, peaks, strict=True)
     return SplitComparison(
         split=shares,
         accumulation_steps=steps,
@@ -83,22 +84,22 @@ def compared_split(plan: PlanRecord, split: int | Sequence[int], accumulation_st
         plan_samples_per_s=own,
         gain=own / rate,
         peak_bytes=peaks,
-        plan_peak_bytes=tuple(device.peak_bytes for device in plan.devices),
-        capacity_bytes=tuple(device.capacity_bytes for device in plan.devices),
+        plan_peak_bytes=layout.peak_bytes,
+        capacity_bytes=tuple(device.capacity_bytes for device in layout.devices),
         too_large=tuple(device.label for device, peak_bytes in fitting if peak_bytes > device.capacity_bytes),
     )
 
 
-def _peak_bytes(plan: PlanRecord, index: int, split: tuple[int, ...], steps: int) -> int:
+def _peak_bytes(layout: Layout, index: int, split: tuple[int, ...], steps: int) -> int:
     """Predict the peak memory of a device. On several devices, device 0 also needs memory for the whole batch."""
-    device, share = plan.devices[index], split[index]
-    beside = plan.region is not None and any(split[1:])
-    if share == 0 and not (index == 0 and beside):
+    seat, samples, region = layout.seats[index], split[index], layout.region
+    gathers = region is not None and index == 0 and any(split[1:])
+    if samples == 0 and not gathers:
         return 0
-    known = device.ceiling.bytes_at(share)
-    if index == 0 and beside and plan.region is not None:
-        known = max(0, int(plan.region.primary.peak_bytes(share, sum(split))))
+    known = seat.ceiling.bytes_at(samples)
+    if gathers and region is not None:
+        known = max(0, int(region.primary.peak_bytes(samples, sum(split))))
     # Gradients that stay in memory during the next forward need as much memory as the parameters. Ranks always keep
     # them.
-    waits = steps > 1 and plan.accumulation_steps == 1 and plan.region is not None and device.memory is not None
-    return known + (device.memory.parameters_bytes if waits and device.memory is not None else 0)
+    waits = steps > 1 and layout.accumulation_steps == 1 and layout.strategy == "balanced"
+    return known + (seat.memory.parameters_bytes if waits and seat.memory is not None else 0)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.plan.layout import Layout
 from autosplit.plan.record import PlanRecord
 from autosplit.text import printable
 
@@ -45,21 +46,21 @@ def command_for(plan: PlanRecord, path: Path, arguments: Sequence[str]) -> Comma
         arguments: Options of torchrun, the script (or ``-m module``), and its arguments.
     """
     options = _options_of(arguments)
-    refuse_unfit(plan)
-    _refuse_other_count(plan, options)
+    ranks = len(trainable_ranks(plan).seats)
+    _refuse_other_count(ranks, options)
     chosen: list[str] = []
     if _COUNT not in options:
-        chosen.append(f"--nproc-per-node={_processes_per_node(plan, options)}")
+        chosen.append(f"--nproc-per-node={_processes_per_node(ranks, options)}")
     if not options.keys() & {*_MEETINGS, _NODES}:
         chosen.append("--standalone")
     command = (sys.executable, "-m", "torch.distributed.run", *chosen, *arguments)
     return Command(command, {PLAN_VARIABLE: str(path.absolute())})
 
 
-def refuse_unfit(plan: PlanRecord) -> None:
-    """Raise an error if no job can be started with the plan, because it has no ranks or is for simulated GPUs."""
+def trainable_ranks(plan: PlanRecord) -> Layout:
+    """Return DDP's layout. Raise an error if no job can be started, because it is missing or the GPUs are simulated."""
     refuse_simulated(plan, "train on")
-    refuse_without_ranks(plan)
+    return required_ranks(plan)
 
 
 def refuse_several_processes() -> None:
@@ -82,19 +83,14 @@ def refuse_simulated(plan: PlanRecord, what: str) -> None:
         )
 
 
-def refuse_without_ranks(plan: PlanRecord) -> None:
-    """Raise PlanError if a plan has no DDP ranks, or if its ranks have different numbers of forwards."""
-    if not plan.ddp.ranks:
+def required_ranks(plan: PlanRecord) -> Layout:
+    """Return DDP's layout. Raise PlanError if a plan has none."""
+    if plan.ddp is None:
         raise PlanError(
-            f"the plan has no DDP ranks ({printable(plan.ddp.reason or 'no reason is given')}). Tune for devices that "
+            f"the plan has no DDP ranks ({printable(plan.why_no_ddp or 'no reason is given')}). Tune for devices that "
             "each have enough memory for a rank, or use plan.wrap.",
         )
-    forwards = sorted({settings.accumulation_steps for settings in plan.ddp.ranks})
-    if len(forwards) > 1 or forwards[0] < 1:
-        raise PlanError(
-            f"the plan's ranks have {forwards} accumulation steps, but all ranks need the same number, 1 or more. Tune "
-            "again.",
-        )
+    return plan.ddp
 
 
 def _options_of(arguments: Sequence[str]) -> dict[str, str]:
@@ -119,8 +115,8 @@ _SWITCHES = {"standalone", "no-python", "run-path", "m", "module", "h", "help"}
 """Options of torchrun without a value. The module after ``-m`` counts as the script."""
 
 
-def _processes_per_node(plan: PlanRecord, options: Mapping[str, str]) -> int:
-    count, nodes = len(plan.ddp.ranks), options.get(_NODES, "1")
+def _processes_per_node(count: int, options: Mapping[str, str]) -> int:
+    nodes = options.get(_NODES, "1")
     if not (nodes.isascii() and nodes.isdigit() and int(nodes)):
         raise InputError(
             f"--nnodes={nodes!r} is not a number. A plan has a fixed number of ranks, so pass the exact number of "
@@ -134,7 +130,7 @@ def _processes_per_node(plan: PlanRecord, options: Mapping[str, str]) -> int:
     return count // int(nodes)
 
 
-def _refuse_other_count(plan: PlanRecord, options: Mapping[str, str]) -> None:
+def _refuse_other_count(ranks: int, options: Mapping[str, str]) -> None:
     """Raise PlanError if the number of processes differs from the plan's ranks.
 
     Skip the check on several machines, which may have different numbers of processes.
@@ -142,9 +138,9 @@ def _refuse_other_count(plan: PlanRecord, options: Mapping[str, str]) -> None:
     given = options.get(_COUNT, "")
     if not (given.isascii() and given.isdigit()) or options.get(_NODES, "1") != "1":
         return
-    if int(given) != len(plan.ddp.ranks):
+    if int(given) != ranks:
         raise PlanError(
-            f"the plan has {len(plan.ddp.ranks)} ranks, but --nproc-per-node is {given}. Leave the option out, or tune "
+            f"the plan has {ranks} ranks, but --nproc-per-node is {given}. Leave the option out, or tune "
             "for that many devices.",
             code="world-size",
         )

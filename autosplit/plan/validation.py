@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from autosplit.solve.step_time import Fit
 from autosplit.text import has_control_character
 
 LARGEST = 2**62
@@ -58,20 +57,14 @@ def unsound_part(plan: Any) -> str | None:
     for name in ("machine", "workload"):
         if _is_deeper(getattr(plan, name), DEEPEST):
             return f"{name} is nested over {DEEPEST} levels deep"
-    checks = (
-        _unknown_values,
-        _unsound_devices,
-        _unsound_ranks,
-        _unsound_measurements,
-        _unsound_changes,
-        _unsound_explanation,
-    )
-    return next((text for check in checks for text in check(plan, len(plan.devices))), None)
+    checks = (_unknown_values, _unsound_trials, _unsound_what_ifs)
+    found = (text for check in checks for text in check(plan, len(plan.devices)))
+    return next(itertools.chain(found, (text for layout in plan.layouts for text in _unsound_layout(layout))), None)
 
 
 def _unknown_values(plan: Any, _count: int) -> Iterator[str]:
-    kinds = {device.kind for device in plan.devices}
-    for kind in kinds:
+    devices = [device for layout in plan.layouts for device in layout.devices]
+    for kind in {device.kind for device in devices}:
         if not _KIND.fullmatch(kind):
             yield f"a device's kind is {kind!r:.60}, expected a device type of torch, such as 'cuda', or 'sim'"
     request, workload = plan.request, plan.workload
@@ -80,40 +73,34 @@ def _unknown_values(plan: Any, _count: int) -> Iterator[str]:
         ("workload.precision", [workload.get("precision")], (None, *PRECISIONS)),
         ("workload.loss_reduction", [workload.get("loss_reduction", "mean")], ("mean", "sum")),
         ("workload.loss_scope", [workload.get("loss_scope", "sample")], ("sample", "batch")),
-        ("attention", [one for device in plan.devices for one in device.attention], _ATTENTION),
-        ("explained.attention", [] if plan.explained is None else plan.explained.explanation.attention, _ATTENTION),
+        ("attention", [one for device in devices for one in device.attention], _ATTENTION),
     ):
         unknown = [value for value in values if value not in known]
         if unknown:
             yield f"{name} is {unknown[0]!r:.60}, expected one of {known}"
 
 
-def _unsound_devices(plan: Any, _count: int) -> Iterator[str]:
-    kinds = {device.kind for device in plan.devices}
+def _unsound_layout(layout: Any) -> Iterator[str]:
+    count, kinds = len(layout.seats), {device.kind for device in layout.devices}
     if "sim" in kinds and len(kinds) > 1:
         yield f"its devices are {' and '.join(sorted(kinds))}, but simulated and real devices can't be mixed"
-    for device, share in zip(plan.devices, plan.split, strict=True):
-        if device.share != share:
-            yield f"a device's share is {device.share}, but the split has {share}"
-        if device.capacity_bytes > device.memory_bytes:
-            yield f"a device's capacity is {device.capacity_bytes} bytes, more than its memory of {device.memory_bytes}"
-
-
-def _unsound_ranks(plan: Any, count: int) -> Iterator[str]:
-    ranks = plan.ddp.ranks
-    if not ranks:
+    for seat in layout.seats:
+        if seat.device.capacity_bytes > seat.device.memory_bytes:
+            yield (
+                f"a device's capacity is {seat.device.capacity_bytes} bytes, more than its memory of "
+                f"{seat.device.memory_bytes}"
+            )
+    if layout.cost is None:
         return
-    if not plan.ddp.samples_per_s > 0:
-        yield f"ddp.samples_per_s is {plan.ddp.samples_per_s}, but a plan with ranks needs more than 0"
-    if not any(rank.batch_size for rank in ranks):
-        yield "no rank has samples"
-    for rank in ranks:
-        # A single rank may exceed its ceiling: the search ran a plain model, and the ceiling counts DDP's buckets.
-        if count > 1 and rank.batch_size > rank.ceiling.batch_size:
-            yield f"a rank has {rank.batch_size} samples, more than its ceiling of {rank.ceiling.batch_size}"
+    times = layout.cost.step_time
+    lengths = {len(times.curves), len(times.copies_s), len(times.gather_s_per_sample)}
+    if lengths != {count}:
+        yield f"cost has {sorted(lengths)} entries, but there are {count} devices"
+    if any(len(residual.split) != count for residual in layout.cost.residuals):
+        yield f"a residual is not for {count} devices"
 
 
-def _unsound_measurements(plan: Any, count: int) -> Iterator[str]:
+def _unsound_trials(plan: Any, count: int) -> Iterator[str]:
     for trial in plan.trials:
         if len(trial.split) != count or len(trial.peak_bytes) not in (0, count):
             yield f"a trial has {len(trial.split)} shares and {len(trial.peak_bytes)} peaks for {count} devices"
@@ -123,62 +110,20 @@ def _unsound_measurements(plan: Any, count: int) -> Iterator[str]:
             yield "a trial must have either a throughput or a failure"
         if trial.failed_device is not None and not 0 <= trial.failed_device < count:
             yield f"a trial failed on device {trial.failed_device}, but there are {count} devices"
-    if plan.fit is None:
-        return
-    times = plan.fit.step_time
-    lengths = {len(times.curves), len(times.copies_s), len(times.gather_s_per_sample)}
-    if lengths != {count}:
-        yield f"fit has {sorted(lengths)} entries, but there are {count} devices"
-    if any(len(residual.split) != count for residual in plan.fit.residuals):
-        yield f"a residual is not for {count} devices"
 
 
-def _unsound_changes(plan: Any, count: int) -> Iterator[str]:
-    changes, labels = plan.changes or (), {device.label for device in plan.devices}
-    if len(changes) > 3 * count + _MOST_OTHER_BOUNDS:
-        yield f"it has {len(changes)} changes, too many for {count} devices"
-    for change in changes:
-        if change.device is not None and change.device not in labels:
-            yield f"a change names {change.device!r:.40}, which is not one of its devices"
-
-
-def _unsound_explanation(plan: Any, count: int) -> Iterator[str]:
-    if plan.explained is None:
-        return
-    explanation = plan.explained.explanation
-    if len(explanation.bounds) > 2 * count + _MOST_OTHER_BOUNDS or len(explanation.alone) > count:
-        yield f"its explanation has too many bounds or alternatives for {count} devices"
-        return
-    alternatives = [one for one in (explanation.even, explanation.even_measured, *explanation.alone) if one is not None]
-    if any(len(one.split) not in (0, count) or len(one.devices) > count for one in alternatives):
-        yield f"its explanation has a split that is not for {count} devices"
-    named = {label for one in alternatives for label in one.devices}
-    bounds = (*explanation.bounds, explanation.more_memory)
-    named |= {one.device for one in bounds if one is not None and one.device is not None}
-    unknown = named - {device.label for device in plan.devices}
-    if unknown:
-        yield f"its explanation names {min(unknown)!r:.40}, which is not one of its devices"
-    if not all(one.devices for one in explanation.alone):
-        yield "its explanation has an alternative without a device"
+def _unsound_what_ifs(plan: Any, count: int) -> Iterator[str]:
+    what_ifs, labels = plan.what_ifs or (), {device.label for device in plan.devices}
+    if len(what_ifs) > 3 * count + _MOST_OTHER_BOUNDS:
+        yield f"it has {len(what_ifs)} what-ifs, too many for {count} devices"
+    for what_if in what_ifs:
+        if what_if.device is not None and what_if.device not in labels:
+            yield f"a what-if names {what_if.device!r:.40}, which is not one of its devices"
 
 
 def _is_deeper(value: object, levels: int) -> bool:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return items is not None and (levels <= 0 or any(_is_deeper(item, levels - 1) for item in items))
-
-
-def fits_devices(fit: Fit | None, count: int) -> bool:
-    """Return whether a fit has a curve for each device, with rising sizes and positive times."""
-    if fit is None:
-        return True
-    curves = fit.step_time.curves
-    return len(curves) == count and all(
-        curve.points
-        and all(a[0] < b[0] for a, b in itertools.pairwise(curve.points))
-        and curve.points[0][0] >= 1
-        and min(seconds for _, seconds in curve.points) > 0
-        for curve in curves
-    )
 
 
 def unfit_number(value: Any, name: str = "the plan") -> str | None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.errors import shown
+from autosplit.plan.layout import MOST_DEVICES
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import MOST_DEVICES
 from autosplit.profiles.key import machine_of
 from autosplit.profiles.store import profile_paths, read_or_none
 from autosplit.text import size_text
@@ -85,10 +85,10 @@ def memory_shortfall(plan: Plan, devices: Sequence[Device], capacities_bytes: Se
     `capacities_bytes` is the memory that training may currently use on each device, without the reserve.
     """
     short = [
-        f"{device.label} may use {size_text(capacity)}, and its {planned.share} samples need "
-        f"{size_text(planned.peak_bytes)}"
-        for planned, device, capacity in zip(plan.devices, devices, capacities_bytes, strict=True)
-        if (1 - SLACK * is_accelerator(device.kind)) * planned.peak_bytes > capacity
+        f"{device.label} may use {size_text(capacity)}, and its {seat.samples} samples need "
+        f"{size_text(seat.peak_bytes)}"
+        for seat, device, capacity in zip(plan.main.seats, devices, capacities_bytes, strict=True)
+        if (1 - SLACK * is_accelerator(device.kind)) * seat.peak_bytes > capacity
     ]
     return f"the saved plan does not fit now ({'; '.join(short)})" if short else None
 
@@ -104,11 +104,11 @@ def differing_facts(plan: Plan, devices: Sequence[Device], capacities_bytes: Seq
     drivers = {(planned.driver, device.driver) for planned, device in pairs if planned.driver != device.driver}
     said += [f"tuned with driver {_driver_text(one)}, now {_driver_text(two)}" for one, two in drivers][:1]
     tight = []
-    for (planned, device), capacity in zip(pairs, capacities_bytes, strict=True):
+    for seat, device, capacity in zip(plan.main.seats, devices, capacities_bytes, strict=True):
         # The plan's free memory includes the context of the process that tuned, and the ceiling's capacity does not.
         # If this process has allocated memory on the GPU, its context is already part of the used memory.
-        context = max(0, planned.capacity_bytes - planned.ceiling.capacity_bytes)
-        if is_accelerator(device.kind) and (1 - SLACK) * planned.peak_bytes > capacity - context:
+        context = max(0, seat.device.capacity_bytes - seat.ceiling.capacity_bytes)
+        if is_accelerator(device.kind) and (1 - SLACK) * seat.peak_bytes > capacity - context:
             in_use = backend(device.kind).memory_stats(device.index).get("allocation.all.allocated", 0)
             tight += [] if in_use else [device.label]
     said += [f"tuned with more free memory ({', '.join(tight)})"] if tight else []

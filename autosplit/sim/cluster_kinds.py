@@ -87,20 +87,21 @@ def _examined(processes: Any, tell: Callable[[Any], None]) -> tuple[list[RankKin
     request, notes = processes.prepare(processes.job.request, key)
     run = Run.of(processes, request, key, tell, notes)
     plan = measure_and_search(run)
-    assert plan.fit is not None, "a plan for simulated ranks has a fit"
+    layout = plan.main
+    assert layout.cost is not None, "a plan for simulated ranks has a cost model"
     prober, worker, kinds = run.prober, run.prober.worker, []
     assert isinstance(worker, SimulatedWorker), "a cluster has simulated GPUs"
-    for index, rank in enumerate(plan.ddp.ranks):
+    for index, seat in enumerate(layout.seats):
         spec = request.devices[index].spec
         assert spec is not None, "a cluster has simulated GPUs"
-        step = prober.measured(prober.shapes(index, "rank", (), False)(rank.batch_size), budget_s=POINT_BUDGET_S)
+        step = prober.measured(prober.shapes(index, "rank", (), False)(seat.samples), budget_s=POINT_BUDGET_S)
         traces = worker.tracer.for_kernels(GpuKernels.of(spec.compute_capability))
         nbytes = prober.facts.gradient_bytes
-        arrived = _arrivals(traces, spec, rank.batch_size, nbytes) if worker.tracer.fake else ()
+        arrived = _arrivals(traces, spec, seat.samples, nbytes) if worker.tracer.fake else ()
         buckets = buckets_of(arrived or even_arrivals(nbytes))
-        curve = plan.fit.step_time.curves[index]
-        kinds.append(RankKind(request.devices[index].name, rank.ceiling.batch_size, curve, step.update_s, buckets))
-    return kinds, {"least_batch": plan.ddp.least_batch, "accumulates": run.may_accumulate}, plan.notes
+        curve = layout.cost.step_time.curves[index]
+        kinds.append(RankKind(request.devices[index].name, seat.ceiling.batch_size, curve, step.update_s, buckets))
+    return kinds, {"least_batch": layout.least_batch, "accumulates": run.may_accumulate}, plan.notes
 
 
 def _arrivals(traces: Any, spec: GpuSpec, samples: int, nbytes: int) -> list[tuple[float, int]]:

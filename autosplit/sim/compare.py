@@ -22,7 +22,7 @@ from autosplit.text import rate_text
 from autosplit.tuning.progress import Progress, heard_by, part_of
 
 if TYPE_CHECKING:
-    from autosplit.plan.record import PlanDevice
+    from autosplit.plan.layout import Seat
     from autosplit.sim.cluster_prediction import ClusterScaling
 
 SCHEMA_VERSION = 1
@@ -116,27 +116,26 @@ class ComparedMachine:
     @property
     def headroom_bytes(self) -> int | None:
         """The smallest free memory that the plan leaves on a device, or None without a plan."""
-        return None if self.plan is None else min(map(_headroom, self.plan.devices))
+        return None if self.plan is None else min(map(_headroom, self.plan.main.seats))
 
     @property
     def headroom_device(self) -> str | None:
         """The device with the smallest free memory, as ``"sim:0"``, or None without a plan."""
-        return None if self.plan is None else min(self.plan.devices, key=_headroom).label
+        return None if self.plan is None else min(self.plan.main.seats, key=_headroom).device.label
 
     def to_dict(self) -> dict[str, Any]:
         """Return the machine as plain values for JSON."""
         plan = self.plan
-        names = ("split", "gpu0_bsz", "batch_size", "accumulation_steps", "effective_batch_size", "precision")
+        names = ("gpu0_bsz", "batch_size", "accumulation_steps", "effective_batch_size", "precision")
         figures = ("samples_per_s", "headroom_bytes", "headroom_device", "price_per_hour", "cost_per_million_samples")
-        whole = None if plan is None else plan.to_dict()
         return {
             "devices": self.devices,
-            "plan": None if whole is None else {name: whole[name] for name in names},
+            "plan": None if plan is None else {"split": [*plan.split], **{one: getattr(plan, one) for one in names}},
             "misfit": None if self.misfit is None else asdict(self.misfit),
             "cluster": None if self.cluster is None else self.cluster.to_dict(),
             "predicted": self.predicted,
             "complete": plan is None or plan.complete,
-            "ddp_samples_per_s": plan.ddp.samples_per_s if plan is not None and plan.ddp.ranks else None,
+            "ddp_samples_per_s": plan.ddp.samples_per_s if plan is not None and plan.ddp is not None else None,
             **{name: getattr(self, name) for name in figures},
         }
 
@@ -156,8 +155,8 @@ def _cost_per_million(price_per_hour: float, samples_per_s: float) -> float:
     return price_per_hour / 3600 * (1e6 / samples_per_s)
 
 
-def _headroom(device: PlanDevice) -> int:
-    return device.capacity_bytes - device.peak_bytes
+def _headroom(seat: Seat) -> int:
+    return seat.device.capacity_bytes - seat.peak_bytes
 
 
 @dataclass(frozen=True)
@@ -424,8 +423,8 @@ def compared(
 def _planned(machine: AskedMachine, plan: Plan | ClusterScaling) -> ComparedMachine:
     if not isinstance(plan, Plan):
         return ComparedMachine(machine.name, None, None, True, machine.price_per_hour, plan)
-    solved = plan.region is None and len(plan.devices) > 1 and not plan.ddp.measured
-    return ComparedMachine(machine.name, plan, None, plan.simulated or solved, machine.price_per_hour)
+    is_predicted = plan.simulated or not plan.main.measured
+    return ComparedMachine(machine.name, plan, None, is_predicted, machine.price_per_hour)
 
 
 def _comparison(done: Sequence[ComparedMachine], asked: Sequence[AskedMachine], left: Sequence[str]) -> Comparison:
@@ -457,7 +456,7 @@ def _remarks(machines: Sequence[ComparedMachine]) -> Iterator[str]:
         )
     faster = []
     for machine in machines:
-        if machine.plan is not None and machine.plan.fastest == "ddp":
+        if machine.plan is not None and machine.plan.ddp is not None and machine.plan.fastest == "ddp":
             rate = machine.plan.ddp.samples_per_s
             cost = "" if machine.price_per_hour is None else f", {_cost_per_million(machine.price_per_hour, rate):.3g}"
             faster.append(f"{machine.devices} ({rate_text(rate)}{cost and f'{cost} for 1M samples'})")

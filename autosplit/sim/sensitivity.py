@@ -12,13 +12,16 @@ from dataclasses import replace
 
 from autosplit.devices.catalog import GpuSpec
 from autosplit.oom import OutOfMemoryError
-from autosplit.plan.explain import FASTER, GIB, Cost, Relaxed, base_of, changes_of, problem_of, relaxations
-from autosplit.plan.explanation import BINDING_SHARE, Change, Changed
+from autosplit.plan.explain import base_of
+from autosplit.plan.explanation import BINDING_SHARE, Changed, WhatIf
 from autosplit.plan.measured_step import Without, faster_devices
 from autosplit.plan.record import PlanRecord
+from autosplit.plan.resolve import problem_of
+from autosplit.plan.what_ifs import FASTER, GIB, Relaxed, RemovableCost, relaxations, what_ifs_of
 from autosplit.runtime.protocol import StepShape
 from autosplit.sim.simulated import SimulatedWorker
-from autosplit.solve.problem import NO_LIMIT_BYTES
+from autosplit.solve.change import NO_LIMIT_BYTES, changed
+from autosplit.solve.problem import Problem
 from autosplit.solve.search_space import Configuration
 from autosplit.solve.trial import Trial, configuration_of
 
@@ -41,21 +44,22 @@ _SPECS: dict[str, Callable[[GpuSpec], GpuSpec]] = {
 }
 
 
-def simulated_changes(
+def simulated_what_ifs(
     plan: PlanRecord, worker: SimulatedWorker, *, deadline_s: float | None = None
-) -> tuple[Change, ...] | None:
+) -> tuple[WhatIf, ...] | None:
     """Simulate machines that each lack one of the plan's bounds, and machines with a single device of each kind.
 
     Return None if the plan has no splits or no fit, or if the time limit ends before all machines are simulated.
     """
-    problem = problem_of(plan)
-    if problem is None or plan.region is None:
+    layout = plan.main
+    problem = problem_of(plan, layout)
+    if problem is None or layout.region is None:
         return None
     base, trials = base_of(plan), [trial for trial in plan.trials if trial.samples_per_s is not None]
 
     def rate(relaxed: Relaxed) -> float:
         what, is_for_all = relaxed.what, relaxed.device is None
-        full = all(plan.devices[index].ceiling.limited_by == "memory" for index in relaxed.indices)
+        full = all(layout.seats[index].ceiling.limited_by == "memory" for index in relaxed.indices)
         is_limit = what not in _MORE_BYTES or (full and len(relaxed.indices) > is_for_all)
         # On this machine, real tensors of larger forwards might not fit in memory.
         is_larger = what in _MORE_BYTES or what in ("max_batch_size", "effective_batch_size")
@@ -63,16 +67,21 @@ def simulated_changes(
         if is_limit and (worker.tracer.fake or not is_larger):
             # Trials with a different effective batch size or other devices are not steps of the changed problem.
             has_trials = what not in ("effective_batch_size", "alone") and not (what == "memory" and is_for_all)
-            found = _best_rate(relaxed, _machine(worker, what, relaxed.indices), trials if has_trials else ())
+            found = _best_rate(
+                changed(problem, relaxed.change),
+                _machine(worker, what, relaxed.indices),
+                what,
+                trials if has_trials else (),
+            )
         return found or base if what == "one_gib_more" else found
 
-    costs: tuple[Cost, ...] = ("link", "copies", "gather", "update") if len(plan.devices) > 1 else ("update",)
-    changes = []
-    for change in changes_of(relaxations(plan, problem, costs), base, rate):
+    costs: tuple[RemovableCost, ...] = ("link", "copies", "gather", "update") if len(plan.devices) > 1 else ("update",)
+    found = []
+    for what_if in what_ifs_of(relaxations(plan, layout, problem, costs), base, rate):
         if deadline_s is not None and time.monotonic() >= deadline_s:
             return None
-        changes.append(change)
-    return tuple(changes)
+        found.append(what_if)
+    return tuple(found)
 
 
 def simulated_without(worker: SimulatedWorker, shape: StepShape) -> Iterator[Without]:
@@ -107,13 +116,13 @@ def _machine(worker: SimulatedWorker, what: Changed, indices: Collection[int]) -
     return SimulatedWorker(devices, capacities, worker.tracer, free=free, fused_share=worker.fused_share)
 
 
-def _best_rate(relaxed: Relaxed, machine: SimulatedWorker, trials: Sequence[Trial]) -> float:
+def _best_rate(problem: Problem, machine: SimulatedWorker, what: Changed, trials: Sequence[Trial]) -> float:
     """Return the samples/s of the fastest split that was simulated on a machine, or 0 if none was simulated.
 
     Args:
         trials: The plan's trials that are also steps of this problem.
     """
-    solver = relaxed.problem.solver()
+    solver = problem.solver()
     if solver is None:
         return 0.0
 
@@ -124,7 +133,7 @@ def _best_rate(relaxed: Relaxed, machine: SimulatedWorker, trials: Sequence[Tria
             measured = machine.measure(StepShape(splits))
         except OutOfMemoryError as error:
             return Trial(0, *sizes, splits[0], failure=str(error))
-        seconds = measured.seconds - (measured.update_s if relaxed.what == "update" else 0.0)
+        seconds = measured.seconds - (measured.update_s if what == "update" else 0.0)
         return Trial(0, *sizes, splits[0], samples_per_s=sum(map(sum, splits)) / seconds)
 
     tried = {configuration_of(trial): simulated(configuration_of(trial), trial) for trial in trials}

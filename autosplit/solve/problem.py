@@ -1,7 +1,6 @@
-"""Solve the problem of a plan again, with less memory or with a relaxed bound.
+"""Define the problem that a layout solves, and solve it: the fastest split that fits into memory.
 
-The difference in throughput is the cost of the bound. Beyond the measured sizes, times are extrapolated along the last
-slope of each curve, and memory along the line near each ceiling.
+Beyond the measured sizes, times are extrapolated along the last slope of each curve.
 """
 
 from __future__ import annotations
@@ -9,18 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from autosplit.solve.fastest_split import fastest_split
-from autosplit.solve.memory import Ceiling, Region, largest_size, samples_within
+from autosplit.solve.memory import Ceiling, Region, largest_size
 from autosplit.solve.search_space import Space
 from autosplit.solve.solver import MOST_STEPS, Solver, geometric, spread
 from autosplit.solve.split import accumulation_steps, even_split, micro_batch_sizes, proportional_split, short_split
-from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.solve.step_time import Cost, StepTime
 from autosplit.solve.trial import KNEE_SHARE, LEAST_DIFFERENCE
-
-NO_LIMIT_BYTES = 2**60
-"""More memory than any step needs: 1 EiB."""
 
 MOST_WORK = 20_000
 """Limit for solving: how many values of `accumulation_steps` are tried, times the largest. More would take seconds."""
@@ -33,9 +28,6 @@ MOST_FORWARDS = 1024
 
 MORE_FORWARDS = 3
 """How many numbers of forwards to try beyond the fewest. Each further forward costs time and only saves memory."""
-
-Overhead = Literal["copies", "gather", "overhead", "update"]
-"""A cost of a step in addition to the compute time. ``"overhead"`` is all of them except the optimizer."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +42,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem that a plan solves. `tells_apart` and `most_samples_per_s` are those of `Solver`.
+    """The problem that a layout solves. `tells_apart` and `most_samples_per_s` are those of `Solver`.
 
     Attributes:
         ceilings: The ceiling of each device, with its memory model.
@@ -61,7 +53,7 @@ class Problem:
         accumulating: The splits that fit in a step of several forwards, if they differ from `region`.
     """
 
-    fit: Fit
+    cost: Cost
     ceilings: tuple[Ceiling, ...]
     region: Region
     ranks: bool
@@ -74,7 +66,7 @@ class Problem:
     @classmethod
     def of(
         cls,
-        fit: Fit,
+        cost: Cost,
         ceilings: tuple[Ceiling, ...],
         region: Region | None,
         *,
@@ -90,12 +82,12 @@ class Problem:
             caps = [ceiling.batch_size for ceiling in ceilings]
             given = [n for n in (max_batch_size, *(effective_batch_sizes or ())[1:]) if n is not None]
             region = Region.apart(caps, min([*given, sum(caps)]), least_batch)
-        return cls(fit, ceilings, region, ranks, effective_batch_sizes, accumulates, tells_apart=tells_apart)
+        return cls(cost, ceilings, region, ranks, effective_batch_sizes, accumulates, tells_apart=tells_apart)
 
     @property
     def step_time(self) -> StepTime:
         """The time model of BalancedDataParallel."""
-        return self.fit.step_time
+        return self.cost.step_time
 
     # Solutions
 
@@ -141,7 +133,7 @@ class Problem:
         if rest:
             counted[short_split(rest, split) if self.ranks else proportional_split(rest, split)] = 1
         if self.ranks:
-            return effective_batch_size / self.fit.rank_seconds(counted, self.region.least_share)
+            return effective_batch_size / self.cost.rank_seconds(counted, self.region.least_share)
         return effective_batch_size / self.step_time.counted_seconds(counted)
 
     def even(self, effective_batch_size: int) -> Solution | None:
@@ -173,118 +165,6 @@ class Problem:
         """Return the splits that fit in an optimizer step of this many forwards."""
         return self.region if steps == 1 or self.accumulating is None else self.accumulating
 
-    # With less memory
-
-    def with_capacities(
-        self, capacities_bytes: Sequence[int], *, waiting_bytes: int = 0, least_batch: int = 1
-    ) -> Problem:
-        """Return the problem with lower memory limits, using the memory models and the sizes that were tried.
-
-        Args:
-            capacities_bytes: Bytes that training may use on each device.
-            waiting_bytes: Bytes of gradients that stay on each device during later forwards. 0 if the memory models
-                include them.
-            least_batch: The smallest batch of a device that has samples.
-        """
-        if self.ranks:
-            caps = [c.most_within(n, c.batch_size) for c, n in zip(self.ceilings, capacities_bytes, strict=True)]
-            return replace(self, region=Region.apart(caps, self.region.max_batch_size, least_batch))
-        least = max(self.region.least_share, least_batch)
-        region = replace(self._lowered(capacities_bytes, 0), least_share=least)
-        waiting = replace(self._lowered(capacities_bytes, waiting_bytes), least_share=least) if waiting_bytes else None
-        return replace(self, region=region, accumulating=waiting)
-
-    def _lowered(self, capacities_bytes: Sequence[int], waiting_bytes: int) -> Region:
-        plane = replace(self.region.primary, fixed_bytes=self.region.primary.fixed_bytes + waiting_bytes)
-        devices = zip(self.ceilings, capacities_bytes, self.region.ceilings, strict=True)
-        first, *others = (ceiling.most_within(n - waiting_bytes, most) for ceiling, n, most in devices)
-        if others:
-            slope = plane.bytes_per_share + plane.bytes_per_batch
-            first = samples_within(capacities_bytes[0] - plane.fixed_bytes, slope, self.region.primary_ceiling)
-        return replace(
-            self.region,
-            primary=plane,
-            primary_capacity_bytes=capacities_bytes[0],
-            primary_ceiling=first,
-            replica_ceilings=tuple(others),
-        )
-
-    # With a relaxed bound
-
-    def with_memory(self, index: int, more_bytes: int) -> Problem:
-        """Return the problem with more memory on one device. Its ceiling grows by ``more_bytes / bytes_per_sample``.
-
-        A ceiling that a kernel or the time of a step limits does not grow.
-        """
-        if self.ceilings[index].limited_by in ("kernel", "time"):
-            return self
-        grown = samples_within(more_bytes, self._line(index)[1], self.region.max_batch_size)
-        caps = [cap + grown * (position == index) for position, cap in enumerate(self.region.ceilings)]
-        region = self.region
-        if index == 0:
-            region = replace(region, primary_capacity_bytes=region.primary_capacity_bytes + more_bytes)
-        return replace(self, region=region).with_caps(caps)
-
-    def with_most(self, most_samples: int) -> Problem:
-        """Return the problem with a larger `max_batch_size`. If the old bound limited a ceiling, the ceiling grows."""
-        caps = list(self.region.ceilings)
-        for index, ceiling in enumerate(self.ceilings):
-            if caps[index] >= self.region.max_batch_size:
-                fixed_bytes, per_sample = self._line(index)
-                held = samples_within(ceiling.capacity_bytes - fixed_bytes, per_sample, most_samples)
-                caps[index] = max(caps[index], held)
-        return replace(self, region=replace(self.region, max_batch_size=most_samples)).with_caps(caps)
-
-    def with_caps(self, caps: Sequence[int]) -> Problem:
-        """Return the problem with other ceilings. Device 0's ceiling is for a batch that runs only there."""
-        first, *others = (min(cap, self.region.max_batch_size) for cap in caps)
-        return replace(self, region=replace(self.region, primary_ceiling=first, replica_ceilings=tuple(others)))
-
-    def with_effective(self, most_samples: int, *, max_batch_size: int | None) -> Problem:
-        """Return the problem with larger optimizer steps."""
-        assert self.effective_batch_sizes is not None
-        least, most = self.effective_batch_sizes
-        larger = replace(self, effective_batch_sizes=(least, most_samples))
-        if self.region.max_batch_size < most:
-            return larger
-        return larger.with_most(min(most_samples, max_batch_size or most_samples))
-
-    def faster(self, indices: Sequence[int], times: float) -> Problem:
-        """Return the problem with some devices faster by this factor."""
-        curves = tuple(
-            TimeCurve(tuple((n, seconds / times) for n, seconds in curve.points)) if index in indices else curve
-            for index, curve in enumerate(self.step_time.curves)
-        )
-        return self._with_step_time(replace(self.step_time, curves=curves))
-
-    def without(self, overhead: Overhead) -> Problem:
-        """Return the problem without one cost. For ranks, the all-reduce is the only cost except the optimizer."""
-        if overhead == "update":
-            return self._with_step_time(replace(self.step_time, update_s=0.0))
-        if self.ranks:
-            return replace(self, fit=replace(self.fit, all_reduce_s=0.0))
-        free, step_time = (0.0,) * len(self.step_time.curves), self.step_time
-        if overhead != "gather":
-            step_time = replace(step_time, copies_s=free)
-        if overhead != "copies":
-            step_time = replace(step_time, gather_s_per_sample=free)
-        if overhead == "overhead":
-            step_time = replace(step_time, contention=min(1.0, step_time.contention), host_s=0.0, lead_s=0.0)
-        return self._with_step_time(step_time)
-
-    def with_links(self, times: float) -> Problem:
-        """Return the problem with all links between devices faster by this factor."""
-        time = self.step_time
-        copies_s, gather_s = (tuple(s / times for s in values) for values in (time.copies_s, time.gather_s_per_sample))
-        return self._with_step_time(replace(time, copies_s=copies_s, gather_s_per_sample=gather_s))
-
-    def alone(self, index: int, ceiling: int) -> Problem:
-        """Return the problem of a single device. The optimizer takes as long as on device 0."""
-        most = self.region.max_batch_size
-        region = Region.apart([min(ceiling, most)], most)
-        ceilings = self.ceilings[index : index + 1]
-        return replace(self, fit=self.fit.among([index]), ceilings=ceilings, region=region, ranks=False)
-
     # Parts
 
     def _steps_worth_a_look(self) -> int | None:
@@ -303,15 +183,6 @@ class Problem:
         most += MORE_FORWARDS
         counts = most - fewest + 1
         return most if counts * most <= MOST_WORK and counts <= most_counts else None
-
-    def _with_step_time(self, step_time: StepTime) -> Problem:
-        return replace(self, fit=replace(self.fit, step_time=step_time))
-
-    def _line(self, index: int) -> tuple[float, float]:
-        if index > 0 or self.ranks:
-            return float(self.ceilings[index].fixed_bytes), float(self.ceilings[index].bytes_per_sample)
-        plane = self.region.primary
-        return plane.fixed_bytes, plane.bytes_per_share + plane.bytes_per_batch
 
     def _fits(self, split: tuple[int, ...]) -> bool:
         bounds = self.region.gpu0_bounds(sum(split))

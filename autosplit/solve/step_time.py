@@ -17,6 +17,7 @@ A DDP step takes::
 from __future__ import annotations
 
 import bisect
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -347,7 +348,7 @@ class Residual:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Cost:
     """A fitted time model. With it, a plan can be solved again.
 
     Attributes:
@@ -360,11 +361,22 @@ class Fit:
     all_reduce_s: float = 0.0
     residuals: tuple[Residual, ...] = ()
 
-    def among(self, devices: Sequence[int]) -> Fit:
+    def fits(self, count: int) -> bool:
+        """Return whether there is a curve for each of `count` devices, with rising sizes and positive times."""
+        curves = self.step_time.curves
+        return len(curves) == count and all(
+            curve.points
+            and all(a[0] < b[0] for a, b in itertools.pairwise(curve.points))
+            and curve.points[0][0] >= 1
+            and min(seconds for _, seconds in curve.points) > 0
+            for curve in curves
+        )
+
+    def among(self, devices: Sequence[int]) -> Cost:
         """Return the fit for DDP ranks on the devices with these indices. A single rank needs no all-reduce."""
         curves = tuple(self.step_time.curves[device] for device in devices)
         bare = StepTime.bare(curves, self.step_time.update_s, adds_up=self.step_time.adds_up)
-        return Fit(bare, self.all_reduce_s if len(curves) > 1 else 0.0)
+        return Cost(bare, self.all_reduce_s if len(curves) > 1 else 0.0)
 
     def rank_seconds(self, counted: Mapping[tuple[int, ...], int], least_batch: int = 1) -> float:
         """Predict the time of a DDP step in seconds.
@@ -373,18 +385,21 @@ class Fit:
             counted: Number of forwards with each split over the ranks. The last entry is the split of the last forward.
             least_batch: Number of samples that a rank without samples runs.
         """
-        busy_s = [0.0] * len(self.step_time.curves)
-        forward_s = busy_s
-        for split, count in counted.items():
-            shares = zip(self.step_time.curves, split, strict=True)
-            forward_s = [curve(max(least_batch, share)) for curve, share in shares]
-            busy_s = [busy + count * seconds for busy, seconds in zip(busy_s, forward_s, strict=True)]
+        busy_s = self.rank_compute_seconds(counted, least_batch)
+        *_, last = counted
         return overlapped_seconds(
             [sum(busy_s)] if self.step_time.adds_up else busy_s,
             self.all_reduce_s,
             self.step_time.update_s,
-            BACKWARD_SHARE * max(forward_s),
+            BACKWARD_SHARE * max(self.rank_compute_seconds({last: 1}, least_batch)),
         )
+
+    def rank_compute_seconds(self, counted: Mapping[tuple[int, ...], int], least_batch: int = 1) -> list[float]:
+        """Predict the compute time of each DDP rank in an optimizer step. The arguments are those of `rank_seconds`."""
+        return [
+            sum(count * curve(max(least_batch, split[rank])) for split, count in counted.items())
+            for rank, curve in enumerate(self.step_time.curves)
+        ]
 
 
 BACKWARD_SHARE = 2 / 3

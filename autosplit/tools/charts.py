@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autosplit.plan.record import PlanDevice, PlanRecord
+from autosplit.plan.layout import Layout, Seat
+from autosplit.plan.record import PlanRecord
 from autosplit.solve.memory import MemoryParts, Region
 from autosplit.solve.search_space import Configuration, Space
 from autosplit.solve.solver import Solver
 from autosplit.solve.split import accumulation_steps
-from autosplit.solve.step_time import Fit
+from autosplit.solve.step_time import Cost
 from autosplit.text import size_text, visible
 from autosplit.tools.canvas import check_installed, side_by_side
 
@@ -61,46 +62,46 @@ def unit_of(nbytes: float) -> tuple[str, int]:
     return ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20) if nbytes >= 2**20 else ("KiB", 2**10)
 
 
-def known_parts(device: PlanDevice) -> MemoryParts | None:
+def known_parts(seat: Seat) -> MemoryParts | None:
     """Return the parts of a device's peak. Return None if they do not add up to exactly this peak."""
-    return device.memory if device.memory is not None and device.memory.total_bytes == device.peak_bytes else None
+    return seat.memory if seat.memory is not None and seat.memory.total_bytes == seat.peak_bytes else None
 
 
-def segments(device: PlanDevice) -> list[tuple[str, int]]:
+def segments(seat: Seat) -> list[tuple[str, int]]:
     """Return the label and the bytes of each part of a device's memory, in order. Empty parts are left out."""
-    parts = known_parts(device)
-    used = [("in use", device.peak_bytes)]
+    parts, device = known_parts(seat), seat.device
+    used = [("in use", seat.peak_bytes)]
     if parts is not None:
         used = [(label, getattr(parts, name)) for name, label, _ in MEMORY_PARTS]
     reserve = max(0, device.memory_bytes - device.capacity_bytes)
-    free = max(0, device.memory_bytes - reserve - device.peak_bytes)
+    free = max(0, device.memory_bytes - reserve - seat.peak_bytes)
     return [segment for segment in (*used, ("free", free), ("reserve", reserve)) if segment[1] > 0]
 
 
-def line_of(plan: PlanRecord, device: PlanDevice) -> tuple[float, float, bool]:
+def line_of(layout: Layout, seat: Seat) -> tuple[float, float, bool]:
     """Return a device's memory line: fixed bytes, bytes per sample, and whether it is device 0 of several.
 
     For device 0 of several, the fixed bytes include the plan's samples on the other devices.
     """
-    line = device.ceiling
-    if line.role != "primary" or plan.region is None or len(plan.devices) == 1:
+    line = seat.ceiling
+    if line.role != "primary" or layout.region is None or len(layout.seats) == 1:
         return line.fixed_bytes, line.bytes_per_sample, False
-    plane, others = plan.region.primary, plan.batch_size - plan.gpu0_bsz
+    plane, others = layout.region.primary, layout.batch_size - layout.split[0]
     return plane.fixed_bytes + plane.bytes_per_batch * others, plane.bytes_per_share + plane.bytes_per_batch, True
 
 
-def landscape_of(plan: PlanRecord, fit: Fit, region: Region) -> Landscape:
+def landscape_of(plan: PlanRecord, cost: Cost, region: Region) -> Landscape:
     """Predict the samples/s of each configuration on a grid."""
-    solver, most = _solver_of(plan, fit, region)
+    solver, most = _solver_of(plan, cost, region)
     shares, batches = _spread(0, min(most, region.primary_ceiling)), _spread(1, most)
     rates = {(share, batch): _rate_at(plan, solver, share, batch) for share in shares for batch in batches}
     return Landscape(shares, batches, {place: rate for place, rate in rates.items() if rate is not None})
 
 
-def _solver_of(plan: PlanRecord, fit: Fit, region: Region) -> tuple[Solver, int]:
+def _solver_of(plan: PlanRecord, cost: Cost, region: Region) -> tuple[Solver, int]:
     sizes = plan.effective_batch_sizes
     most = region.largest_batch if sizes is None else min(region.largest_batch, sizes[1])
-    return Solver(Space(region, sizes), fit.step_time), most
+    return Solver(Space(region, sizes), cost.step_time), most
 
 
 def _steps_of(plan: PlanRecord, batch: int) -> int | None:
@@ -122,10 +123,11 @@ def _rate_at(plan: PlanRecord, solver: Solver, share: int, batch: int) -> float 
 
 
 def curve_of(plan: PlanRecord) -> dict[int, float]:
-    """Predict the samples/s of each batch size at its fastest split. Return an empty dict if the plan has no fit."""
-    if plan.fit is None or plan.region is None:
+    """Predict the samples/s of each batch size at its fastest split. Return an empty dict without a cost model."""
+    layout = plan.main
+    if layout.cost is None or layout.region is None:
         return {}
-    solver, most = _solver_of(plan, plan.fit, plan.region)
+    solver, most = _solver_of(plan, layout.cost, layout.region)
     rates = {}
     for batch in _spread(1, max(1, most)):
         steps = _steps_of(plan, batch)
@@ -150,9 +152,9 @@ def _draw_devices(axes: Any, plan: PlanRecord) -> None:
     labelled: set[str] = set()
     unit, factor = unit_of(max(device.memory_bytes for device in plan.devices))
     colors = {label: f"C{index}" for index, (_, label, _) in enumerate(MEMORY_PARTS)} | {"in use": "C0"}
-    for row, device in enumerate(plan.devices):
-        left = 0.0
-        for label, nbytes in segments(device):
+    for row, seat in enumerate(plan.main.seats):
+        left, device = 0.0, seat.device
+        for label, nbytes in segments(seat):
             axes.barh(
                 row,
                 nbytes / factor,
@@ -165,7 +167,7 @@ def _draw_devices(axes: Any, plan: PlanRecord) -> None:
             labelled.add(label)
             left += nbytes / factor
         name = f"{device.label} {short(device.name)}" if device.kind != "cpu" else device.label
-        names.append(f"{name}\n{size_text(device.peak_bytes)} of {size_text(device.memory_bytes)}")
+        names.append(f"{name}\n{size_text(seat.peak_bytes)} of {size_text(device.memory_bytes)}")
     axes.set_yticks(range(len(names)), labels=names)
     axes.invert_yaxis()
     axes.set_xlabel(f"memory, {unit}")

@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autosplit.cli.output import Manner, print_answer
-from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain, short_bytes_text, short_name
+from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
 from autosplit.cli.terminal import stdout_kept_clean
+from autosplit.text import short_bytes_text, short_name
 from autosplit.tools.inventory import DeviceReport, Devices
 
 

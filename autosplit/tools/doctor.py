@@ -280,7 +280,7 @@ def _trained(devices: Sequence[Device], problems: list[Problem]) -> Training | N
         accumulation_steps=plan.accumulation_steps,
         predicted_samples_per_s=plan.samples_per_s,
         measured_samples_per_s=plan.effective_batch_size / measured_s,
-        predicted_bytes=tuple(device.peak_bytes for device in plan.devices),
+        predicted_bytes=plan.main.peak_bytes,
         measured_bytes=peaks,
         took_s=took_s,
     )

@@ -8,20 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from autosplit.cli.output import Manner, json_text, note, print_answer
-from autosplit.cli.tables import (
-    add_row,
-    pairs_table,
-    plain_table,
-    print_bullets,
-    print_plain,
-    short_bytes_text,
-    short_name,
-)
+from autosplit.cli.tables import add_row, pairs_table, plain_table, print_bullets, print_plain
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.devices.catalog import GPUS_VARIABLE
 from autosplit.errors import shown
 from autosplit.files import write_for_all
-from autosplit.text import rate_text, size_text
+from autosplit.text import rate_text, short_bytes_text, short_name, size_text
 from autosplit.tools.examination import Examination
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import InputError, shown
-from autosplit.plan.explain import required_problem
+from autosplit.plan.resolve import required_problem
 from autosplit.plan.split_comparison import compared_split
 from autosplit.solve.solver import geometric
 from autosplit.solve.split import accumulation_steps
@@ -135,11 +135,12 @@ def goodput_of(plan: PlanRecord, noise_scale: NoiseEstimate | float) -> Goodput:
 
 
 def _rates(plan: PlanRecord, most: float) -> dict[int, float]:
-    problem = required_problem(plan)
+    layout = plan.main
+    problem = required_problem(plan, layout)
     sizes = {*geometric(plan.batch_size), plan.effective_batch_size}
     if plan.accumulates and compared_split(plan, plan.split, 2).fits:
         sizes |= {plan.batch_size * forwards for forwards in geometric(max(1, int(most / plan.batch_size)))}
-    least = sum(map(bool, plan.split)) * plan.ddp.least_batch if problem.ranks else problem.region.least_share
+    least = layout.least_batch * (sum(map(bool, plan.split)) if problem.ranks else 1)
     return {size: problem.rate(plan.split, size) for size in sorted(sizes) if size >= least}
 
 

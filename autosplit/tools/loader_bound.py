@@ -13,7 +13,8 @@ from autosplit.notes import Note
 from autosplit.plan.explanation import loader_target
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import replaced, with_notes
-from autosplit.profiles.less_memory import Lack, solved_again
+from autosplit.plan.resolve import resolve
+from autosplit.solve.change import Change
 from autosplit.text import rate_text
 from autosplit.tools.loader_result import MeasuredLoader
 from autosplit.tools.loader_speed import check_loader, measure_loader
@@ -42,7 +43,7 @@ def fit_to_loader(plan: Plan, loader: DataLoader[Any] | MeasuredLoader) -> Plan:
     def measured() -> MeasuredLoader:
         return loader if isinstance(loader, MeasuredLoader) else measure_loader(loader)
 
-    if plan.region is not None or not in_a_job():
+    if plan.balanced is not None or not in_a_job():
         return bounded_by_loader(plan, [measured()])
     with peers_here() as peers:
         loads = peers.all_run(measured)
@@ -98,6 +99,6 @@ def _smaller(plan: Plan, rate: float) -> Plan | None:
     if plan.effective_batch_sizes is not None or plan.lengths is not None:
         return None
     capacities_bytes = tuple(device.capacity_bytes for device in plan.devices)
-    least = plan.ddp.least_batch if plan.region is None else plan.region.least_share
-    again = solved_again(plan, Lack(capacities_bytes, 0, least, rate))
+    least = plan.main.least_batch
+    again = resolve(plan, Change(capacities_bytes=capacities_bytes, least_batch=least, loader_samples_per_s=rate))
     return again if again is not None and again.batch_size < plan.batch_size else None

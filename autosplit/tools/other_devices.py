@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from autosplit.ddp.context import effective_batch_size_of
 from autosplit.ddp.device import told_by_all
 from autosplit.ddp.rendezvous import Place
 from autosplit.devices.accelerator import visible_devices
 from autosplit.errors import DeviceError, PlanError
+from autosplit.plan.layout import Layout, PlanDevice
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import PlanDevice
-from autosplit.plan.torchrun import refuse_unfit
-from autosplit.profiles.less_memory import Lack, solved_again
+from autosplit.plan.resolve import resolve
+from autosplit.plan.torchrun import trainable_ranks
+from autosplit.solve.change import Change
 from autosplit.solve.split import accumulation_steps
 from autosplit.text import printable, size_text
 
@@ -85,23 +85,24 @@ def plan_for_devices(plan: Plan, devices: Sequence[RankDevice]) -> Plan:
         PlanError: The plan has no ranks. Or the devices differ, and the plan has no time model or its optimizer step
             does not fit. Or the devices differ, and the plan is for a sharded model.
     """
-    refuse_unfit(plan)
+    ranks = trainable_ranks(plan)
     entries = _entries(plan, devices)
-    found = of_entries(plan, entries, devices)
+    layout = of_entries(ranks, entries, devices)
+    found = replace(plan, layouts=(layout,), trials=(), what_ifs=None)
     if sorted(entries) == [*range(len(plan.devices))]:
         return found
-    if plan.ddp.shard_size is not None:
+    if ranks.shard_size is not None:
         raise PlanError(
             f"The plan is for a sharded model on {len(plan.devices)} devices, and the job has {len(devices)} or others "
             f"({', '.join(map(str, devices))}). Expected the plan's devices, because a rank's memory depends on their "
             "number. Call setup with the unsharded plan, or start the job on the plan's devices.",
         )
-    effective = found.effective_batch_size
-    capacities = tuple(rank.ceiling.capacity_bytes for rank in found.ddp.ranks)
-    lack = Lack(capacities, waiting_bytes=0, least_batch=plan.ddp.least_batch)
-    again = solved_again(replace(found, effective_batch_sizes=(effective, effective)), lack)
+    effective = layout.effective_batch_size
+    capacities = tuple(seat.ceiling.capacity_bytes for seat in layout.seats)
+    change = Change(capacities_bytes=capacities, least_batch=layout.least_batch)
+    again = resolve(replace(found, effective_batch_sizes=(effective, effective)), change)
     if again is None:
-        why = "has no time model" if plan.fit is None else f"has {effective} samples per optimizer step"
+        why = "has no time model" if ranks.cost is None else f"has {effective} samples per optimizer step"
         raise PlanError(
             f"The plan for {len(plan.devices)} devices {why}. So autosplit can't adapt it to the job's devices "
             f"({', '.join(map(str, devices))}). Start the job on the plan's devices, or tune again for the job's "
@@ -147,35 +148,16 @@ def _refuse(plan: Plan, rank: int, device: RankDevice) -> None:
     )
 
 
-def of_entries(plan: Plan, entries: Sequence[int], devices: Sequence[RankDevice]) -> Plan:
-    """Return a plan for DDP only with one rank for each entry, and the batch size of that entry."""
-    effective = effective_batch_size_of(plan)
-    before = [plan.ddp.ranks[entry] for entry in entries]
-    sizes = tuple(rank.batch_size for rank in before)
-    steps = accumulation_steps(effective, sum(sizes))
-    ranks = tuple(
-        replace(rank, rank=number, device=device.label, accumulation_steps=steps)
-        for number, (rank, device) in enumerate(zip(before, devices, strict=True))
-    )
-    planned = tuple(
-        replace(plan.devices[entry], label=device.label, uuid=device.uuid, share=size)
-        for entry, device, size in zip(entries, devices, sizes, strict=True)
+def of_entries(layout: Layout, entries: Sequence[int], devices: Sequence[RankDevice]) -> Layout:
+    """Return a layout with one rank for each entry, and the batch size of that entry."""
+    seats = tuple(
+        replace(seat, device=replace(seat.device, label=device.label, uuid=device.uuid))
+        for seat, device in zip((layout.seats[entry] for entry in entries), devices, strict=True)
     )
     return replace(
-        plan,
-        split=sizes,
-        gpu0_bsz=sizes[0],
-        batch_size=sum(sizes),
-        accumulation_steps=steps,
-        effective_batch_size=effective,
-        samples_per_s=plan.ddp.samples_per_s,
+        layout,
+        seats=seats,
+        accumulation_steps=accumulation_steps(layout.effective_batch_size, sum(seat.samples for seat in seats)),
         even_samples_per_s=None,
-        ceilings=tuple(max(rank.ceiling.batch_size, rank.batch_size) for rank in before),
-        devices=planned,
-        ddp=replace(plan.ddp, ranks=ranks, effective_batch_size=effective, even_samples_per_s=None),
-        region=None,
-        fit=None if plan.fit is None else plan.fit.among(entries),
-        trials=(),
-        changes=None,
-        explained=None,
+        cost=None if layout.cost is None else layout.cost.among(entries),
     )

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from autosplit.plan.explain import explanation_of
 from autosplit.plan.explanation import Explanation
-from autosplit.plan.record import PlanDevice, PlanRecord
-from autosplit.plan.strategy import recommended_plan
+from autosplit.plan.layout import Layout, PlanDevice, Seat
+from autosplit.plan.record import PlanRecord
+from autosplit.plan.rows import runs_of
 from autosplit.solve.trial import Trial
 from autosplit.text import counted_text, rate_text, size_text, tuple_text, visible
 from autosplit.tools.charts import (
@@ -88,33 +89,14 @@ class Chart:
 
 def charts_of(plan: PlanRecord) -> tuple[Chart, ...]:
     """Describe the charts of a plan, in the page's order. A chart without data is left out."""
-    both, plan = plan, recommended_plan(plan)
-    explanation = explanation_of(plan)
+    layout = plan.recommended
     charts = (
-        _devices_chart(plan),
-        *_memory_charts(plan),
-        _rates_chart(plan, both, explanation),
-        _trials_chart(plan),
-        _landscape_chart(plan) if len(plan.devices) > 1 else _curve_chart(plan),
+        _devices_chart(layout),
+        *_memory_charts(layout),
+        _rates_chart(plan, explanation_of(plan, layout)),
+        *((_trials_chart(plan), _tried_chart(plan)) if layout is plan.main else ()),
     )
     return tuple(chart for chart in charts if chart is not None)
-
-
-def runs_of(devices: Iterable[PlanDevice], figures: Iterable[T]) -> Iterator[tuple[list[PlanDevice], T]]:
-    """Yield each run of devices with equal names and equal figures, and these figures."""
-    pairs = zip(devices, figures, strict=True)
-    for (_, figure), run in itertools.groupby(pairs, key=lambda pair: (pair[0].name, pair[1])):
-        yield [device for device, _ in run], figure
-
-
-def name_of(run: Sequence[PlanDevice]) -> str:
-    """Name a device, or count equal devices: ``sim:0 RTX3090``, ``4 x RTX3090 (sim:0 to 3)``."""
-    first, last = run[0], run[-1]
-    name = short(first.name)
-    if len(run) == 1:
-        return first.label if first.kind == "cpu" else f"{first.label} {name}"
-    is_range = last.index - first.index == len(run) - 1  # devices of several machines may have the same labels
-    return f"{len(run)} x {name}" + (f" ({first.label} to {last.index})" if is_range else "")
 
 
 def _chart(name: str, title: str, text: str, height: int | Spec, *layers: Spec) -> Chart:
@@ -162,24 +144,30 @@ def _named(names: Iterable[tuple[str, str]]) -> Iterator[Spec]:
 # --------------------------------------------------------------------------------------------------- memory, by device
 
 
-def _devices_chart(plan: PlanRecord) -> Chart:
+def _tried_chart(plan: PlanRecord) -> Chart | None:
+    return _landscape_chart(plan) if len(plan.devices) > 1 else _curve_chart(plan)
+
+
+def _devices_chart(layout: Layout) -> Chart:
     text = (
         "Each bar is the memory of a device: the peak of the plan's step, the free rest, and the reserve. The thick "
         "line is the peak at the device's ceiling. Equal devices have one bar. The table of devices has the figures."
     )
     bars, ceilings, names = [], [], []
-    unit, factor = unit_of(max(device.memory_bytes for device in plan.devices))
-    figures = [(one.share, one.memory_bytes, segments(one), one.ceiling.peak_bytes) for one in plan.devices]
-    for row, (run, _) in enumerate(runs_of(plan.devices, figures)):
-        device, who, end = run[0], _who(run), 0
-        for kind, nbytes in segments(device):
+    unit, factor = unit_of(max(device.memory_bytes for device in layout.devices))
+    figures = [(one.samples, one.device.memory_bytes, segments(one), one.ceiling.peak_bytes) for one in layout.seats]
+    place = 0
+    for row, (name, count, _) in enumerate(runs_of(layout, figures)):
+        seat, end = layout.seats[place], 0
+        who, place = _who(seat.device, count), place + count
+        for kind, nbytes in segments(seat):
             start, end = end, end + nbytes
             said = f"{who}: {kind}, {size_text(nbytes)}"
             bars.append({"row": row, "kind": kind, "x": start / factor, "end": end / factor, "text": said})
-        line = device.ceiling
+        line = seat.ceiling
         said = f"{who}: ceiling {line.batch_size:,} samples, {size_text(line.peak_bytes)}"
         ceilings.append({"row": row, "x": line.peak_bytes / factor, "text": said})
-        names.append((name_of(run), f"{size_text(device.peak_bytes)} of {size_text(device.memory_bytes)}"))
+        names.append((name, f"{size_text(seat.peak_bytes)} of {size_text(seat.device.memory_bytes)}"))
     shown = {kind: color for kind, color in _COLORS.items() if any(bar["kind"] == kind for bar in bars)}
     x = _axis(f"memory, {unit}", grid=False)
     legend = {"symbolStrokeColor": _MUTED, "symbolStrokeWidth": 1}
@@ -199,24 +187,29 @@ def _devices_chart(plan: PlanRecord) -> Chart:
 # ---------------------------------------------------------------------------------------- memory, against the batch
 
 
-def _memory_charts(plan: PlanRecord) -> list[Chart]:
-    kinds: dict[object, list[PlanDevice]] = {}
-    for device in plan.devices:
-        line = device.ceiling
+def _memory_charts(layout: Layout) -> list[Chart]:
+    kinds: dict[object, list[Seat]] = {}
+    for seat in layout.seats:
+        device, line = seat.device, seat.ceiling
         kind = (device.name, device.capacity_bytes, line.role, line.batch_size, line.fixed_bytes, line.bytes_per_sample)
-        kinds.setdefault(kind, []).append(device)
-    shown = [alike for alike in kinds.values() if alike[0].ceiling.batch_size][:MOST_LINES]
-    return [_memory_chart(plan, f"line{index}", alike) for index, alike in enumerate(shown)]
+        kinds.setdefault(kind, []).append(seat)
+    shown = [seats for seats in kinds.values() if seats[0].ceiling.batch_size][:MOST_LINES]
+    return [_memory_chart(layout, f"line{index}", seats) for index, seats in enumerate(shown)]
 
 
-def _who(run: Sequence[PlanDevice]) -> str:
-    return run[0].label if len(run) == 1 else f"each {short(run[0].name)}"
+def _who(device: PlanDevice, count: int) -> str:
+    return device.label if count == 1 else f"each {short(device.name)}"
 
 
-def _memory_chart(plan: PlanRecord, place: str, alike: list[PlanDevice]) -> Chart:
-    first, line = alike[0], alike[0].ceiling
-    title, who = f"Memory by samples: {name_of(alike)}", _who(alike)
-    fixed, slope, has_others = line_of(plan, first)
+def _memory_chart(layout: Layout, place: str, seats: list[Seat]) -> Chart:
+    first, line = seats[0], seats[0].ceiling
+    who = _who(first.device, len(seats))
+    title = (
+        f"Memory by samples: {first.device.label} {short(first.device.name)}"
+        if len(seats) == 1
+        else (f"Memory by samples: {len(seats)} x {short(first.device.name)}")
+    )
+    fixed, slope, has_others = line_of(layout, first)
     has_capacity = line.capacity_bytes <= 4 * max(line.peak_bytes, first.peak_bytes)  # else it would flatten the line
     dashed = " (dashed)" if has_capacity else ", far above the chart"
     others = " in addition to the samples of the other devices in this plan" if has_others else ""
@@ -232,9 +225,9 @@ def _memory_chart(plan: PlanRecord, place: str, alike: list[PlanDevice]) -> Char
         for n, nbytes, ran in line.points
         if n <= 1.5 * line.batch_size
     ] + [
-        _mark("this plan", one.share, one.peak_bytes / factor, f"{one.label} in this plan: {one.share:,} samples, "
-              f"{size_text(one.peak_bytes)}")
-        for one in alike
+        _mark("this plan", one.samples, one.peak_bytes / factor, f"{one.device.label} in this plan: {one.samples:,} "
+              f"samples, {size_text(one.peak_bytes)}")
+        for one in seats
     ]  # fmt: skip
     most = max(line.batch_size, *(mark["x"] for mark in marks))
     fitted = [{"x": n, "y": (fixed + slope * n) / factor} for n in (0, most)]
@@ -324,9 +317,10 @@ def _trials_chart(plan: PlanRecord) -> Chart | None:
 
 
 def _landscape_chart(plan: PlanRecord) -> Chart | None:
-    if plan.fit is None or plan.region is None:  # ranks of DDP have no gpu0_bsz
+    layout = plan.main
+    if layout.cost is None or layout.region is None:  # ranks of DDP have no gpu0_bsz
         return None
-    found = landscape_of(plan, plan.fit, plan.region)
+    found = landscape_of(plan, layout.cost, layout.region)
     if min(len(found.shares), len(found.batches), len(set(found.rates.values()))) < 2:
         return None
     text = (
@@ -386,33 +380,32 @@ def _curve_chart(plan: PlanRecord) -> Chart | None:
 # ------------------------------------------------------------------------------------------------------ comparison
 
 
-def _rates_of(plan: PlanRecord, both: PlanRecord, explanation: Explanation) -> Iterator[tuple[str, float, bool]]:
-    """Yield the name and samples/s of each option, and whether they are measured. The recommended plan comes first."""
-    is_ddp = plan.region is None
-    own, other = ("DDP", "BalancedDataParallel") if is_ddp else ("BalancedDataParallel", "DDP")
-    yield (
-        f"{own} ({'this plan' if both.fastest is None else 'recommended'})",
-        plan.samples_per_s,
-        not is_ddp or plan.ddp.measured,
-    )
-    if is_ddp and plan.ddp.even_samples_per_s is not None:
-        yield "DDP with equal ranks", plan.ddp.even_samples_per_s, False
+_STRATEGIES = {"balanced": "BalancedDataParallel", "ddp": "DDP"}
+
+
+def _rates_of(plan: PlanRecord, explanation: Explanation) -> Iterator[tuple[str, float, bool]]:
+    """Yield the name and samples/s of each option, and whether they are measured. The recommended one comes first."""
+    layout = plan.recommended
+    what = "this plan" if plan.fastest is None else "recommended"
+    yield f"{_STRATEGIES[layout.strategy]} ({what})", layout.samples_per_s, layout.measured
+    if not layout.measured and layout.even_samples_per_s is not None:
+        yield "DDP with equal ranks", layout.even_samples_per_s, False
     elif explanation.even_measured is not None:
         yield "even split, same batch", explanation.even_measured.samples_per_s, True
     elif explanation.even is not None:
         yield "even split that fits", explanation.even.samples_per_s, False
-    if both.fastest is not None:
-        yield (other, both.samples_per_s, True) if is_ddp else (other, plan.ddp.samples_per_s, plan.ddp.measured)
+    if plan.fastest is not None:
+        yield from ((_STRATEGIES[one.strategy], one.samples_per_s, one.measured) for one in plan.layouts[1:])
     names = {device.label: device.name for device in plan.devices}
     for alone in explanation.alone:
         label = alone.devices[0]
         yield f"{label} alone ({short(names[label])})", alone.samples_per_s, alone.measured
 
 
-def _rates_chart(plan: PlanRecord, both: PlanRecord, explanation: Explanation) -> Chart | None:
+def _rates_chart(plan: PlanRecord, explanation: Explanation) -> Chart | None:
     if len(plan.devices) == 1 or explanation.shares_processor:
         return None
-    rates = list(_rates_of(plan, both, explanation))
+    rates = list(_rates_of(plan, explanation))
     if len(rates) == 1:
         return None
     kinds = [_measured(plan) if ran else "predicted" for _, _, ran in rates]

@@ -1,6 +1,6 @@
 """Write a plan as one HTML file with charts, tables and all settings to copy. The page needs no network.
 
-The page shows the recommended strategy, and one line about the other. See `plan.strategy` for the recommendation.
+The page shows the recommended strategy, and one line about the other. See `plan.record` for the recommendation.
 Vega draws the charts in the browser. Its source is in the page. The content security policy allows only this script and
 our style sheet, by their hashes, and forbids the page to load anything. jinja2 escapes all values.
 """
@@ -13,27 +13,25 @@ import os
 import platform
 import shlex
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from autosplit.cli import plan_report
 from autosplit.cli.pasted_code import paste_lines
-from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.errors import InputError
 from autosplit.files import what_stands_at, write_for_all
-from autosplit.plan.explain import with_explanation
+from autosplit.plan.layout import Layout, Seat
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import reduce_of
 from autosplit.plan.redact import shareable
-from autosplit.plan.strategy import recommended_plan
+from autosplit.plan.rows import PlanRows, explained_lines, rows_of, runs_of
 from autosplit.probe.check_result import error_text
-from autosplit.text import counted_text, percent_text, rate_text, size_text, tuple_text, visible
+from autosplit.text import counted_text, percent_text, rate_text, request_text, size_text, tuple_text, visible
 from autosplit.tools.canvas import check_installed
 from autosplit.tools.charts import MEMORY_PARTS, known_parts
-from autosplit.tools.report_charts import HATCH, charts_of, name_of, runs_of
+from autosplit.tools.report_charts import HATCH, charts_of
 
 _FOLDER = Path(__file__).parent / "templates"
 
@@ -112,81 +110,70 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _values(both: Plan, made: Iterator[tuple[str, str]]) -> dict[str, object]:
-    plan = with_explanation(recommended_plan(both))
-    charts = charts_of(both)
+def _values(plan: Plan, made: Iterator[tuple[str, str]]) -> dict[str, object]:
+    rows = rows_of(plan)
+    layout, charts, numbers = rows.layout, charts_of(plan), dict(rows.numbers)
     model = plan.workload.get("model")
-    numbers = dict(plan_report.all_numbers(plan, both.trials))
     gain = [("gain", numbers.pop("gain"))] if "gain" in numbers else []
     steps, throughput = ((name, numbers.pop(name)) for name in ("accumulation_steps", "throughput"))
-    batches = _batches(plan) or [("batch_size", numbers.pop("batch_size"))]
+    batches = _batches(layout) or [("batch_size", numbers.pop("batch_size"))]
     for name in ("split", "gpu0_bsz"):  # they are in a table and among the settings
         numbers.pop(name, None)
     return {
         "plan": plan,
-        "equal": plan_report.EQUAL_DEVICES if plan_report.are_equal(plan) else "",
-        "columns": plan_report.device_columns(plan),
-        "devices": list(_rows(plan, plan_report.device_cells(plan))),
-        "explained": _explained(plan),
+        "equal": rows.equal,
+        "columns": rows.columns,
+        "devices": rows.devices,
+        "explained": _explained(rows),
         "title": f"autosplit: {model}" if isinstance(model, str) and model else "autosplit",
-        "cards": [*_strategy(both), *gain, throughput, *batches, steps],
+        "cards": [*_strategy(plan, rows), *gain, throughput, *batches, steps],
         "other_numbers": [*numbers.items(), *made],
         "charts": {chart.name: chart for chart in charts},
         "memory": [chart.name for chart in charts if chart.name.startswith("line")],
         "throughput": [chart.name for chart in charts if chart.name in ("rates", "trials", "landscape")],
         "specs": {chart.name: chart.spec for chart in charts},
         "part_names": [label for _, label, _ in MEMORY_PARTS],
-        "parts": list(_rows(plan, _part_rows(plan))) if any(known_parts(device) for device in plan.devices) else [],
+        "parts": list(_part_rows(layout)) if any(map(known_parts, layout.seats)) else [],
         "checks": list(_check_rows(plan)),
-        "notes": [*map(str, plan.notes), *(SIMULATED_ERRORS if plan.simulated else ())],
-        "trials": list(_trial_rows(both)),
+        "notes": [*map(str, rows.notes), *rows.remarks],
+        "trials": list(_trial_rows(plan)),
         "settings": list(_settings(plan)),
-        "code": "\n".join(paste_lines(both)),
+        "code": "\n".join(paste_lines(plan)),
     }
 
 
-def _strategy(both: Plan) -> Iterator[tuple[str, str]]:
+def _strategy(plan: Plan, rows: PlanRows) -> Iterator[tuple[str, str]]:
     """Yield the recommended strategy, with one line about the other."""
-    yield from plan_report.strategies(both)
-    if both.fastest is None and len(both.devices) > 1:
-        if both.region is None:
-            yield "strategy", "DDP (autosplit launch)"
-            return
-        predicted = " (predicted)" if both.ddp.ranks and not both.ddp.measured else ""
-        others = [f"DDP{predicted}: {line}" for line in plan_report.ddp_lines(both)[-1:]]
+    if rows.strategy:
+        yield "strategy", rows.strategy
+    elif len(plan.devices) > 1 and plan.recommended.strategy == "ddp":
+        yield "strategy", "DDP (autosplit launch)"
+    elif len(plan.devices) > 1:
+        predicted = " (predicted)" if plan.ddp is not None and not plan.ddp.measured else ""
+        others = [f"DDP{predicted}: {line}" for line in rows.other[1][-1:]]
         yield "strategy", ". ".join(["BalancedDataParallel (plan.wrap)", *others])
 
 
-def _batches(plan: Plan) -> list[tuple[str, str]]:
+def _batches(layout: Layout) -> list[tuple[str, str]]:
     """Return the batch size of each group of equal devices. For one device or many groups, return an empty list."""
-    runs = list(runs_of(plan.devices, plan.split))
-    if len(plan.devices) == 1 or len(runs) > MOST_CARDS:
+    runs = list(runs_of(layout, layout.split))
+    if len(layout.seats) == 1 or len(runs) > MOST_CARDS:
         return []
-    return [(name_of(run), counted_text(share, "sample") + " each" * (len(run) > 1)) for run, share in runs]
+    return [(name, counted_text(samples, "sample") + " each" * (count > 1)) for name, count, samples in runs]
 
 
-def _rows(plan: Plan, rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of a table of devices. Consecutive devices with equal cells have one row."""
-    names, figures = zip(*((name, tuple(cells)) for name, *cells in rows), strict=True)
-    place = 0
-    for run, cells in runs_of(plan.devices, figures):
-        yield name_of(run) if len(run) > 1 else names[place], *cells
-        place += len(run)
-
-
-def _explained(plan: Plan) -> list[str]:
+def _explained(rows: PlanRows) -> list[str]:
     """Return the reasons. The comparisons with other options are in a chart, all in one sentence."""
-    explanation = replace(plan.explain(), even=None, even_measured=None, alone=())
-    lines = plan_report.explained_lines(explanation)
-    return [*plan_report.unused_lines(plan), *lines, *plan_report.limit_lines(plan)]
+    explanation = replace(rows.explanation, even=None, even_measured=None, alone=())
+    return [*rows.unused, *explained_lines(explanation), *rows.limits]
 
 
 def _made(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield the request, the machine, the versions and the dates."""
     if plan.request:
-        yield "requested", plan_report.request_text(plan.request) or "only the defaults"
-    runs = runs_of(plan.devices, [size_text(device.memory_bytes) for device in plan.devices])
-    yield "machine", ", ".join(f"{name_of(run)}: {size}{' each' if len(run) > 1 else ''}" for run, size in runs)
+        yield "requested", request_text(plan.request) or "only the defaults"
+    runs = runs_of(plan.main, [size_text(device.memory_bytes) for device in plan.devices])
+    yield "machine", ", ".join(f"{name}: {size}{' each' if count > 1 else ''}" for name, count, size in runs)
     names = {"autosplit": "autosplit", "torch": "torch", "cuda": "CUDA"}
     versions = [f"{name} {plan.machine[part]}" for part, name in names.items() if plan.machine.get(part) is not None]
     versions += dict.fromkeys(f"driver {device.driver}" for device in plan.devices if device.driver)
@@ -202,13 +189,15 @@ def _date_text(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def _part_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
-    for device in plan.devices:
-        parts = known_parts(device)
+def _part_rows(layout: Layout) -> Iterator[tuple[str, ...]]:
+    def cells(seat: Seat) -> tuple[str, ...]:
+        parts, device = known_parts(seat), seat.device
         sizes = ("unknown" if parts is None else _size(getattr(parts, name)) for name, _, _ in MEMORY_PARTS)
         reserve = max(0, device.memory_bytes - device.capacity_bytes)
-        free = max(0, device.capacity_bytes - device.peak_bytes)
-        yield device.label, *sizes, _size(reserve), _size(free)
+        return (*sizes, _size(reserve), _size(max(0, device.capacity_bytes - seat.peak_bytes)))
+
+    for name, _, found in runs_of(layout, map(cells, layout.seats)):
+        yield name, *found
 
 
 def _size(nbytes: int) -> str:
@@ -231,22 +220,26 @@ def _trial_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
-    several, is_ddp = len(plan.devices) > 1, plan.region is None
+    layout = plan.recommended
+    several, is_ddp, split = len(layout.seats) > 1, layout.strategy == "ddp", tuple_text(layout.split)
     if several:
-        yield "batch_size by rank" if is_ddp else "split", tuple_text(plan.split)
+        yield "batch_size by rank" if is_ddp else "split", split
     if several and not is_ddp:
-        yield "gpu0_bsz", f"{plan.gpu0_bsz}"
+        yield "gpu0_bsz", f"{layout.split[0]}"
         reduce = f', reduce="{reduce_of(plan)}"' if reduce_of(plan) not in (None, "samples") else ""
         dim = f", dim={plan.batch_dim}" if plan.batch_dim else ""
-        call = f"({plan.gpu0_bsz}, model{dim}, split={tuple_text(plan.split)}{reduce})"
-        yield "only the wrapper", f"autosplit.BalancedDataParallel{call}"
-    for name in ("batch_size", "accumulation_steps", "effective_batch_size", "precision"):
-        yield name, f"{getattr(plan, name)}"
+        yield (
+            "only the wrapper",
+            f"autosplit.BalancedDataParallel({layout.split[0]}, model{dim}, split={split}{reduce})",
+        )
+    for name in ("batch_size", "accumulation_steps", "effective_batch_size"):
+        yield name, f"{getattr(layout, name)}"
+    yield "precision", plan.precision
     if plan.checkpointed:
         yield "checkpointed layers", ", ".join(plan.checkpointed)
     if several and is_ddp:
-        options = ", ".join(f"{name}={value}" for name, value in plan.ddp.options.keywords().items())
+        options = ", ".join(f"{name}={value}" for name, value in layout.options.keywords().items())
         yield "options", f"DistributedDataParallel(model, {options})"
-        devices = shlex.quote(",".join(str(device.index) for device in plan.devices))
-        if all(device.kind == "cuda" for device in plan.devices):
+        devices = shlex.quote(",".join(str(device.index) for device in layout.devices))
+        if all(device.kind == "cuda" for device in layout.devices):
             yield "devices", f"CUDA_VISIBLE_DEVICES={devices}"

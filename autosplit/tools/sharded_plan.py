@@ -49,19 +49,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from autosplit.ddp.context import Context
 from autosplit.errors import InputError, PlanError
 from autosplit.notes import Note
+from autosplit.plan.layout import Layout, seated
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import with_notes
-from autosplit.plan.torchrun import refuse_without_ranks
-from autosplit.profiles.less_memory import LINE_ERROR
+from autosplit.plan.resolve import LINE_ERROR
+from autosplit.plan.torchrun import required_ranks
+from autosplit.solve.change import with_ceilings
 from autosplit.solve.memory import Ceiling, largest_size, samples_within
 from autosplit.solve.problem import Problem, Solution
-from autosplit.solve.step_time import BACKWARD_SHARE, Fit, TimeCurve
+from autosplit.solve.step_time import BACKWARD_SHARE, Cost, TimeCurve
 from autosplit.solve.trial import LEAST_DIFFERENCE
 from autosplit.text import counted_text, ms_text, rate_text, size_text
-from autosplit.tools.other_devices import RankDevice, of_entries
 
 Activations = Callable[[int, int], int]
 """Bytes of a forward and backward of some samples on a rank, without parameters and gradients: ``(rank, samples)``."""
@@ -85,13 +85,13 @@ def sharded_plan(
         reshards: `reshard_after_forward` of FSDP2.
         gaps: Fraction of the memory that the allocator loses in gaps between tensors.
     """
-    refuse_without_ranks(plan)
-    count = len(plan.ddp.ranks)
+    ranks = required_ranks(plan)
+    count = len(ranks.seats)
     sizes = shard_sizes(count, shard_size)
-    fit, optimizer_bytes = _measured(plan)
+    cost, optimizer_bytes = _measured(plan)
     model = _Sharded(groups, [[_gathered(one, param_dtype) for one in group] for group in groups], optimizer_bytes)
     variants = [
-        _Variant(plan, fit, model, activations, 1 - gaps, size, reshards, several)
+        _Variant(plan, ranks, cost, model, activations, 1 - gaps, size, reshards, several)
         for size in sizes
         for several in (False, True)
     ]
@@ -103,9 +103,9 @@ def sharded_plan(
             for several in (False, True)
         )
         raise PlanError(
-            f"{_effective(plan)} samples per optimizer step do not fit {count} ranks. With its smallest batch, a rank "
-            f"needs {one} in a step of one forward, and {several} in a step of several, which keeps whole gradients. "
-            f"Tensors may use {size_text(min(variants[0].room_bytes))} of the smallest rank. "
+            f"{ranks.effective_batch_size} samples per optimizer step do not fit {count} ranks. With its smallest "
+            f"batch, a rank needs {one} in a step of one forward, and {several} in a step of several, which keeps "
+            f"whole gradients. Tensors may use {size_text(min(variants[0].room_bytes))} of the smallest rank. "
             "Pass layers with fewer parameters each, or tune for larger devices or a smaller effective batch.",
         )
     enough = (1 - LEAST_DIFFERENCE) * max(solution.samples_per_s for _, solution in found)
@@ -201,11 +201,14 @@ class _Variant:
     """A choice of the shard groups, and of one or several forwards per optimizer step.
 
     Attributes:
+        ranks: The layout of ranks with the whole model.
+        whole: The cost model of these ranks.
         usable: Fraction of a rank's memory that tensors can use.
     """
 
     before: Plan
-    fit: Fit
+    ranks: Layout
+    whole: Cost
     model: _Sharded
     activations: Activations
     usable: float
@@ -232,30 +235,30 @@ class _Variant:
     @property
     def least_bytes(self) -> int:
         """Bytes of a rank with the smallest batch."""
-        return self.fixed_bytes + self.activations(0, self.before.ddp.least_batch)
+        return self.fixed_bytes + self.activations(0, self.ranks.least_batch)
 
     @functools.cached_property
     def problem(self) -> Problem:
         """The problem of the ranks with a sharded model."""
-        plan, effective = self.before, _effective(self.before)
-        predicted = [functools.partial(self._peak_bytes, rank) for rank in range(len(plan.ddp.ranks))]
+        plan, ranks, effective = self.before, self.ranks, self.ranks.effective_batch_size
+        predicted = [functools.partial(self._peak_bytes, rank) for rank in range(len(ranks.seats))]
         return Problem.of(
-            self._fit,
+            self._cost,
             tuple(
-                _moved(rank.ceiling, peak_bytes, room_bytes, plan.ddp.least_batch, effective)
-                for rank, peak_bytes, room_bytes in zip(plan.ddp.ranks, predicted, self.room_bytes, strict=True)
+                _moved(seat.ceiling, peak_bytes, room_bytes, ranks.least_batch, effective)
+                for seat, peak_bytes, room_bytes in zip(ranks.seats, predicted, self.room_bytes, strict=True)
             ),
             None,
             effective_batch_sizes=(effective, effective),
             max_batch_size=plan.max_batch_size,
             accumulates=self.several and plan.accumulates,
-            least_batch=plan.ddp.least_batch,
+            least_batch=ranks.least_batch,
         )
 
     @property
     def room_bytes(self) -> list[int]:
         """Bytes that tensors can use on each rank."""
-        return [int((1 - LINE_ERROR) * self.usable * one.ceiling.capacity_bytes) for one in self.before.ddp.ranks]
+        return [int((1 - LINE_ERROR) * self.usable * one.ceiling.capacity_bytes) for one in self.ranks.seats]
 
     def _peak_bytes(self, rank: int, samples: int) -> int:
         return self.fixed_bytes + self.activations(rank, samples)
@@ -263,61 +266,56 @@ class _Variant:
     @functools.cached_property
     def seconds(self) -> tuple[float, float]:
         """Time in seconds of the all-gathers of a forward and backward, and of the reductions of a step."""
-        count = len(self.before.ddp.ranks)
+        count = len(self.ranks.seats)
         nbytes, trained = self.model.whole_bytes
         # A ring all-reduce of n ranks sends (n - 1) / n of the gradients twice.
-        once_s = self.fit.all_reduce_s * count / (2 * (count - 1))
+        once_s = self.whole.all_reduce_s * count / (2 * (count - 1))
         within, others = (self.size - 1) / self.size, count // self.size
         again = nbytes - self.model.root_bytes if self.reshards else 0
         gather_s = once_s * within * (nbytes + again) / max(1, trained)
         return gather_s, once_s * (within + 2 * (others - 1) / others / self.size)
 
     @property
-    def _fit(self) -> Fit:
+    def _cost(self) -> Cost:
         gather_s, reduce_s = self.seconds
-        fit = self.fit.among(range(len(self.before.ddp.ranks)))
-        curves = tuple(_at_least(curve, gather_s, _effective(self.before)) for curve in fit.step_time.curves)
-        update_s = fit.step_time.update_s * self.shards[1] / max(1, self.model.whole_bytes[1])
-        return Fit(replace(fit.step_time, curves=curves, update_s=update_s), reduce_s + BACKWARD_SHARE * gather_s)
+        time = self.whole.among(range(len(self.ranks.seats))).step_time
+        curves = tuple(_at_least(curve, gather_s, self.ranks.effective_batch_size) for curve in time.curves)
+        update_s = time.update_s * self.shards[1] / max(1, self.model.whole_bytes[1])
+        return Cost(replace(time, curves=curves, update_s=update_s), reduce_s + BACKWARD_SHARE * gather_s)
 
     def planned(self, solution: Solution) -> Plan:
         """Return the plan of a solution."""
-        plan, split = self.before, solution.split
-        devices = [RankDevice(one.label, one.name, one.uuid) for one in plan.devices]
-        ceilings = self.problem.ceilings
-        peaks = [ceiling.bytes_at(samples) for ceiling, samples in zip(ceilings, split, strict=True)]
-        ranks = tuple(
-            replace(
-                rank, batch_size=n, accumulation_steps=solution.accumulation_steps, ceiling=ceiling, peak_bytes=peak
-            )
-            for rank, n, ceiling, peak in zip(plan.ddp.ranks, split, ceilings, peaks, strict=True)
+        cost, ceilings = self._cost, self.problem.ceilings
+        peaks = [ceiling.bytes_at(samples) for ceiling, samples in zip(ceilings, solution.split, strict=True)]
+        layout = replace(
+            self.ranks,
+            seats=seated(self.ranks, solution.split, ceilings, peaks, cost),
+            accumulation_steps=solution.accumulation_steps,
+            effective_batch_size=solution.effective_batch_size,
+            samples_per_s=solution.samples_per_s,
+            measured=False,
+            even_samples_per_s=None,
+            cost=cost,
+            shard_size=self.size,
         )
-        ddp = replace(plan.ddp, ranks=ranks, samples_per_s=solution.samples_per_s, measured=False, shard_size=self.size)
-        made = of_entries(replace(plan, ddp=ddp), range(len(split)), devices)
-        placed = tuple(
-            replace(one, ceiling=ceiling, peak_bytes=peak, busy_s=curve(n), memory=None)
-            for one, n, ceiling, peak, curve in zip(
-                made.devices, split, ceilings, peaks, self._fit.step_time.curves, strict=True
-            )
-        )
-        return replace(made, devices=placed, fit=self._fit, lengths=None)
+        return replace(self.before, layouts=(layout,), trials=(), what_ifs=None, lengths=None)
 
     def note(self, solution: Solution) -> Note:
         """Return the note on memory and communication."""
         gather_s, reduce_s = self.seconds
-        ranks = self.before.ddp.ranks
-        groups = counted_text(len(ranks) // self.size, "shard group")
-        whole_fits = all(rank.peak_bytes <= rank.ceiling.capacity_bytes for rank in ranks)
+        seats = self.ranks.seats
+        groups = counted_text(len(seats) // self.size, "shard group")
+        whole_fits = all(seat.peak_bytes <= seat.ceiling.capacity_bytes for seat in seats)
         whole = (
-            f"Ranks with whole models train {rate_text(self.before.ddp.samples_per_s)}."
+            f"Ranks with whole models train {rate_text(self.ranks.samples_per_s)}."
             if whole_fits
             else "The whole model does not fit."
         )
         text = (
             f"Predicted for FSDP2 with {groups} of {self.size} ranks: {size_text(self.fixed_bytes)} per rank without "
             f"activations, and {rate_text(solution.samples_per_s)}. {whole} Predicted from DDP's all-reduce of "
-            f"{ms_text(self.fit.all_reduce_s)}, the all-gathers of a forward and backward take {ms_text(gather_s)} and "
-            f"the reductions of a step {ms_text(reduce_s)}."
+            f"{ms_text(self.whole.all_reduce_s)}, the all-gathers of a forward and backward take {ms_text(gather_s)} "
+            f"and the reductions of a step {ms_text(reduce_s)}."
         )
         return Note("sharded", text)
 
@@ -326,9 +324,9 @@ class _Variant:
         most, rate = sum(ceiling.batch_size for ceiling in self.problem.ceilings), solution.samples_per_s
         found = [(rate, most)]
         for several in (False, True):
-            every = replace(self, size=len(self.before.ddp.ranks), several=several)
+            every = replace(self, size=len(self.ranks.seats), several=several)
             ceilings = unequal_ceilings(every.problem, every.shard_bytes, every.room_bytes)
-            answer = every.problem.with_caps(ceilings).solve()
+            answer = with_ceilings(every.problem, ceilings).solve()
             if answer is not None:
                 found.append((answer.samples_per_s, sum(ceilings)))
         best_rate, best_most = max(found)
@@ -386,21 +384,17 @@ def _at_least(curve: TimeCurve, seconds: float, most: int) -> TimeCurve:
     return TimeCurve(tuple((samples, max(seconds, curve(samples))) for samples in sorted(sizes)))
 
 
-def _measured(plan: Plan) -> tuple[Fit, int]:
-    memory = plan.devices[0].memory
-    lacks = "no time model" if plan.fit is None else "no parts of device 0's memory" if memory is None else None
-    if plan.ddp.shard_size is not None:
+def _measured(plan: Plan) -> tuple[Cost, int]:
+    ranks, memory = required_ranks(plan), plan.main.seats[0].memory
+    lacks = "no time model" if ranks.cost is None else "no parts of device 0's memory" if memory is None else None
+    if ranks.shard_size is not None:
         lacks = "a sharded model already"
-    if lacks is not None or plan.fit is None or memory is None:
+    if lacks is not None or ranks.cost is None or memory is None:
         raise PlanError(
             f"The plan has {lacks}. Expected several DDP ranks with an unsharded model, and the measured times and "
             "memory parts of a plan from tune(). Tune again for several devices, and pass that plan.",
         )
-    return plan.fit, memory.optimizer_bytes
-
-
-def _effective(plan: Plan) -> int:
-    return Context(plan, 0, torch.device("cpu")).effective_batch_size
+    return ranks.cost, memory.optimizer_bytes
 
 
 def _moved(ceiling: Ceiling, peak_bytes: Callable[[int], int], room_bytes: int, least: int, most: int) -> Ceiling:

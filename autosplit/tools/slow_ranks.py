@@ -41,6 +41,7 @@ from autosplit.notes import Note
 from autosplit.parallel.step_listener import StepListener
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import add_note_to_file
+from autosplit.plan.torchrun import required_ranks
 from autosplit.solve.split import micro_batch_sizes, short_split
 from autosplit.text import ms_text, percent_text, printable
 
@@ -184,11 +185,12 @@ def _complaint(
     planned = planned_s(plan, effective_batch_size)
     others_s = _mean_without(own_s, slow)
     waits = (own_s[slow] - others_s) / step_s
-    waits_by_plan = 0.0 if plan.fit is None else (planned[slow] - _mean_without(planned, slow)) / max(planned)
+    layout = required_ranks(plan)
+    waits_by_plan = 0.0 if layout.cost is None else (planned[slow] - _mean_without(planned, slow)) / max(planned)
     if waits - max(0.0, waits_by_plan) <= LEAST_WAIT:
         return None
-    device, size = plan.devices[slow], plan.ddp.ranks[slow].batch_size
-    by_plan = "" if plan.fit is None else f" The plan expected {ms_text(planned[slow])} for rank {slow}."
+    device, size = layout.devices[slow], layout.split[slow]
+    by_plan = "" if layout.cost is None else f" The plan expected {ms_text(planned[slow])} for rank {slow}."
     return (
         f"Rank {slow} ({device.label}, {printable(device.name)}, {size} samples per forward) is slow: its own part of "
         f"an optimizer step takes {ms_text(own_s[slow])}, {ms_text(loaded_s[slow])} of it for the first batch. The "
@@ -197,15 +199,13 @@ def _complaint(
 
 
 def planned_s(plan: Plan, effective_batch_size: int) -> list[float]:
-    """Predict the compute time of each rank in an optimizer step, from the plan's fit. 0 without a fit."""
-    if plan.fit is None:
-        return [0.0] * len(plan.ddp.ranks)
-    sizes = tuple(rank.batch_size for rank in plan.ddp.ranks)
+    """Predict the compute time of each rank in an optimizer step, from the cost model. 0 without a cost model."""
+    layout = required_ranks(plan)
+    if layout.cost is None:
+        return [0.0] * len(layout.seats)
+    sizes = layout.split
     counted = Counter(short_split(size, sizes) for size in micro_batch_sizes(effective_batch_size, sum(sizes)))
-    return [
-        sum(count * curve(max(plan.ddp.least_batch, split[rank])) for split, count in counted.items())
-        for rank, curve in enumerate(plan.fit.step_time.curves)
-    ]
+    return layout.cost.rank_compute_seconds(counted, layout.least_batch)
 
 
 def _mean_without(values: list[float], index: int) -> float:

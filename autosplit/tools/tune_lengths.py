@@ -18,7 +18,7 @@ from autosplit.errors import UserCodeError, ends_tracebacks
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import least_share, replaced, with_notes
+from autosplit.plan.record import replaced, with_notes
 from autosplit.probe.request import Request, checked_request
 from autosplit.profiles.key import ProfileKey
 from autosplit.runtime.prepare import Source, workload_source
@@ -165,7 +165,7 @@ def _with_lengths(
     Args:
         lengths: The length of each sample. Lengths that the plan's profile already contains are not measured again.
     """
-    least = max(plan.ddp.least_batch, least_share(plan))
+    least = max(layout.least_batch for layout in plan.layouts)
     if least > 1:
         return with_notes(replaced(plan, lengths=None), last=[BATCHNORM_NOTE])
     tried = lengths_to_tune(lengths)
@@ -269,7 +269,7 @@ def _most(plan: Plan, shorter: float) -> int:
 
 def times_of(plan: Plan, n: int) -> float:
     """Return the factor from the plan's batch to a batch of n, after rounding each device to whole samples."""
-    shares = {*plan.split, *(rank.batch_size for rank in plan.ddp.ranks)} - {0}
+    shares = {samples for layout in plan.layouts for samples in layout.split} - {0}
     return min(share * n // plan.batch_size / share for share in shares)
 
 
@@ -282,7 +282,7 @@ def _is_split(process: Process) -> bool:
 
 def _ranks(process: Process, plan: Plan, n: int) -> tuple[int, ...]:
     """Return the batch sizes of the DDP ranks that this process measures. Empty for a single device."""
-    ranks = tuple(rank.batch_size for rank in plan.ddp.ranks)
+    ranks = () if plan.ddp is None else plan.ddp.split
     if process.job.has_peers:
         ranks = (ranks[process.peers.rank],)
     elif len(ranks) < 2:

@@ -29,9 +29,11 @@ from autosplit.devices.spec import parse_devices
 from autosplit.errors import InputError, ends_tracebacks, users_errors
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError
+from autosplit.plan.layout import Layout, PlanDevice, Seat
 from autosplit.plan.other_model import warn_of_other_model
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import PlanDevice, with_notes
+from autosplit.plan.record import with_notes
+from autosplit.plan.torchrun import required_ranks
 from autosplit.profiles.key import machine_of
 from autosplit.rng import kept_rng
 from autosplit.runtime.live_tensors import untouched
@@ -41,7 +43,6 @@ from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.sim.fake_copy import built_without_memory, fake_mode
 from autosplit.sim.prepare import build_simulated, traced_workload
 from autosplit.sim.simulated import traced_peaks
-from autosplit.solve.memory import Ceiling
 from autosplit.text import size_text
 from autosplit.tools.fsdp import Layers, groups_of
 from autosplit.tools.sharded_plan import Activations, shard_sizes, sharded_plan, state_bytes
@@ -241,13 +242,14 @@ def _activations(source: Source, devices: Sequence[Device], plan: Plan) -> Itera
     A plan's ceilings do not show these bytes if a rank with a whole model needs the most memory in its update. So trace
     with an optimizer whose update needs no memory.
     """
-    untraced = [0] * len(plan.ddp.ranks)
+    seats = required_ranks(plan).seats
+    untraced = [0] * len(seats)
     if is_accelerator(plan.devices[0].kind) and plan.real_steps:
         forwards = 2 if plan.accumulates and plan.effective_batch_sizes is not None else 1
         with _traced(source, devices) as (whole_bytes, _):
             untraced = [
-                max(0, rank.ceiling.peak_bytes - whole_bytes(number, rank.ceiling.batch_size, forwards))
-                for number, rank in enumerate(plan.ddp.ranks)
+                max(0, seat.ceiling.peak_bytes - whole_bytes(number, seat.ceiling.batch_size, forwards))
+                for number, seat in enumerate(seats)
             ]
     with _traced(partial(_without_state, source), devices) as (step_bytes, state_bytes):
         yield lambda rank, samples: step_bytes(rank, samples, 1) - state_bytes + untraced[rank]
@@ -290,31 +292,13 @@ def _like(index: int, planned: PlanDevice) -> Device:
 
 
 def _placed(plan: Plan, devices: Sequence[Device], capacities: Sequence[int]) -> Plan:
-    ranks = tuple(
-        replace(rank, device=device.label, ceiling=_placed_ceiling(rank.ceiling, device, capacity))
-        for rank, device, capacity in zip(plan.ddp.ranks, devices, capacities, strict=True)
-    )
-    placed = tuple(
-        replace(
-            planned,
-            label=device.label,
-            kind=device.kind,
-            index=device.index,
-            name=device.name,
-            memory_bytes=device.capacity_bytes,
-            capacity_bytes=capacity,
-            budgeted=device.budgeted,
-            uuid=device.uuid,
-            driver=device.driver,
-            ceiling=_placed_ceiling(planned.ceiling, device, capacity),
-        )
-        for planned, device, capacity in zip(plan.devices, devices, capacities, strict=True)
-    )
+    def seated(layout: Layout) -> Layout:
+        found = zip(layout.seats, devices, capacities, strict=True)
+        return replace(layout, seats=tuple(_placed_seat(seat, device, capacity) for seat, device, capacity in found))
+
     made = replace(
         plan,
-        devices=placed,
-        ddp=replace(plan.ddp, ranks=ranks),
-        simulated=devices[0].kind == "sim",
+        layouts=tuple(map(seated, plan.layouts)),
         machine=machine_of(devices),
         request={**plan.request, "devices": [device.label for device in devices]},
     )
@@ -326,8 +310,21 @@ def _placed(plan: Plan, devices: Sequence[Device], capacities: Sequence[int]) ->
     return with_notes(made, Note("sharded-simulated", text))
 
 
-def _placed_ceiling(ceiling: Ceiling, device: Device, capacity_bytes: int) -> Ceiling:
-    return replace(ceiling, device=device.label, capacity_bytes=capacity_bytes)
+def _placed_seat(seat: Seat, device: Device, capacity_bytes: int) -> Seat:
+    placed = replace(
+        seat.device,
+        label=device.label,
+        kind=device.kind,
+        index=device.index,
+        name=device.name,
+        memory_bytes=device.capacity_bytes,
+        capacity_bytes=capacity_bytes,
+        budgeted=device.budgeted,
+        uuid=device.uuid,
+        driver=device.driver,
+    )
+    ceiling = replace(seat.ceiling, device=device.label, capacity_bytes=capacity_bytes)
+    return replace(seat, device=placed, ceiling=ceiling)
 
 
 def _model_of(given: Any) -> nn.Module:

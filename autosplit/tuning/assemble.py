@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from autosplit.notes import Note
+from autosplit.plan.layout import DdpOptions, Layout, PlanDevice, Seat
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import DdpOptions, DdpPlan, PlanDevice, RankSettings
+from autosplit.plan.record import with_layouts
 from autosplit.probe.request import Request
 from autosplit.profiles.key import ProfileKey
-from autosplit.solve.memory import Ceiling, MemoryParts, Region
+from autosplit.solve.memory import Ceiling, MemoryParts
 from autosplit.solve.problem import Problem
 from autosplit.solve.solver import Solver
-from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
+from autosplit.solve.step_time import Cost, Residual, StepTime, TimeCurve
 from autosplit.solve.trial import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE, Trial, configuration_of
 from autosplit.workload.model_call import called_with
 from autosplit.workload.workload import Workload, why_single
@@ -31,52 +31,15 @@ def accumulates(request: Request, workload: Workload) -> bool:
     return why_single(workload) is None and request.effective_batch_sizes is not None
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The results that `assembled` makes a plan from.
-
-    Attributes:
-        peak_bytes: Peak memory of each device.
-        region: The splits that fit. None if no batch is split.
-        memory: Parts of each device's peak. Empty if they are unknown for all devices.
-    """
-
-    split: tuple[int, ...]
-    accumulation_steps: int
-    effective_batch_size: int
-    samples_per_s: float
-    peak_bytes: tuple[int, ...]
-    ceilings: tuple[Ceiling, ...]
-    curves: tuple[TimeCurve, ...]
-    ddp: DdpPlan
-    even_samples_per_s: float | None = None
-    region: Region | None = None
-    fit: Fit | None = None
-    memory: tuple[MemoryParts | None, ...] = ()
-
-
-def assembled(request: Request, workload: Workload, key: ProfileKey, answer: Answer, **more: Any) -> Plan:
-    """Make the plan from an `Answer`. `more` has the plan's other attributes."""
-    batch_size = sum(answer.split)
-    return Plan(
-        split=answer.split,
-        gpu0_bsz=answer.split[0],
-        batch_size=batch_size,
-        accumulation_steps=answer.accumulation_steps,
-        effective_batch_size=answer.effective_batch_size,
-        samples_per_s=answer.samples_per_s,
-        even_samples_per_s=answer.even_samples_per_s,
-        ceilings=tuple(ceiling.batch_size for ceiling in answer.ceilings),
-        devices=tuple(_device(request, answer, position) for position in range(len(request.devices))),
-        region=answer.region,
-        fit=answer.fit,
+def assembled(request: Request, workload: Workload, key: ProfileKey, layouts: Sequence[Layout], **more: Any) -> Plan:
+    """Make the plan from its layouts. `more` has the plan's other attributes."""
+    plan = Plan(
+        layouts=tuple(layouts),
         effective_batch_sizes=request.effective_batch_sizes,
         max_batch_size=request.max_batch_size,
         accumulates=why_single(workload) is None,
         sample_batch_size=workload.sample_batch_size,
-        ddp=answer.ddp,
         precision=workload.precision or "none",
-        simulated=request.simulated,
         batch_dim=workload.batch_dim,
         loss_reduction=workload.loss_reduction,
         called_with=called_with(workload),
@@ -85,25 +48,41 @@ def assembled(request: Request, workload: Workload, key: ProfileKey, answer: Ans
         request=key.request,
         **more,
     )
+    return with_layouts(plan, *plan.layouts)
 
 
-def idle_notes(request: Request, answer: Answer) -> tuple[Note, ...]:
+def idle_notes(request: Request, layout: Layout) -> tuple[Note, ...]:
     """Return a note if a device gets no samples."""
-    pairs = zip(request.devices, answer.split, strict=True)
-    idle = [device.label for device, share in pairs if share == 0]
+    idle = [seat.device.label for seat in layout.seats if seat.samples == 0]
     if not idle:
         return ()
     why = "The other devices train faster without it."
-    if answer.effective_batch_size < len(request.devices):
+    if layout.effective_batch_size < len(request.devices):
         why = (
-            f"The effective batch size is {answer.effective_batch_size}, and there are {len(request.devices)} devices. "
+            f"The effective batch size is {layout.effective_batch_size}, and there are {len(request.devices)} devices. "
             "Pass a larger effective_batch_size to use all of them."
         )
     return (Note("device-idle", f"{' and '.join(idle)} get{'s' * (len(idle) == 1)} no samples. {why}"),)
 
 
-def _device(request: Request, answer: Answer, position: int) -> PlanDevice:
-    device, share = request.devices[position], answer.split[position]
+def seats_of(
+    request: Request,
+    split: Sequence[int],
+    ceilings: Sequence[Ceiling],
+    peak_bytes: Sequence[int],
+    curves: Sequence[TimeCurve],
+    memory: Sequence[MemoryParts | None] = (),
+) -> tuple[Seat, ...]:
+    """Return the seats of a layout. `memory` has the parts of each peak. It is empty if all are unknown."""
+    found = zip(split, ceilings, peak_bytes, curves, memory or (None,) * len(split), strict=True)
+    return tuple(
+        Seat(_device(request, position), samples, ceiling, peak, curve(samples), parts)
+        for position, (samples, ceiling, peak, curve, parts) in enumerate(found)
+    )
+
+
+def _device(request: Request, position: int) -> PlanDevice:
+    device = request.devices[position]
     return PlanDevice(
         label=device.label,
         kind=device.kind,
@@ -112,13 +91,8 @@ def _device(request: Request, answer: Answer, position: int) -> PlanDevice:
         memory_bytes=device.capacity_bytes,
         capacity_bytes=request.capacities_bytes[position],
         budgeted=device.budgeted,
-        share=share,
-        peak_bytes=answer.peak_bytes[position],
-        busy_s=answer.curves[position](share),
-        ceiling=answer.ceilings[position],
         uuid=device.uuid,
         driver=device.driver,
-        memory=answer.memory[position] if answer.memory else None,
         rates=None if device.spec is None else device.spec.rates,
     )
 
@@ -135,17 +109,17 @@ def solved_ranks(
     *,
     all_reduce_s: float,
     least_batch: int,
-) -> DdpPlan:
+) -> Layout | str:
     """Solve for DDP's batch sizes from each device's ceiling and times as a rank.
 
-    If DDP is not possible, return a `DdpPlan` with the reason.
+    If DDP is not possible, return the reason.
     """
     why_not = why_no_ranks(request, workload, ranks, least_batch)
     if why_not is not None:
-        return DdpPlan((), 0.0, why_not)
-    may_accumulate = why_single(workload) is None
+        return why_not
+    may_accumulate, cost = why_single(workload) is None, Cost(step_time, all_reduce_s)
     problem = Problem.of(
-        Fit(step_time, all_reduce_s),
+        cost,
         ranks,
         None,
         effective_batch_sizes=request.effective_batch_sizes,
@@ -156,29 +130,25 @@ def solved_ranks(
     )
     answer = problem.solve()
     if answer is None:
-        return DdpPlan((), 0.0, _why_unsolved(request, ranks, least_batch, may_accumulate=may_accumulate))
-    settings = tuple(
-        RankSettings(
-            rank=index,
-            device=ceiling.device,
-            batch_size=samples,
-            accumulation_steps=answer.accumulation_steps,
-            ceiling=ceiling,
-            # The memory line was fitted near the ceiling. Below the ceiling, the line may exceed the ceiling's peak,
-            # but real peaks do not.
-            peak_bytes=max(0, min(ceiling.peak_bytes, ceiling.fixed_bytes + ceiling.bytes_per_sample * samples)),
-        )
-        for index, (ceiling, samples) in enumerate(zip(ranks, answer.split, strict=True))
-    )
+        return _why_unsolved(request, ranks, least_batch, may_accumulate=may_accumulate)
+    # The memory line was fitted near the ceiling. Below the ceiling, the line may exceed the ceiling's peak, but real
+    # peaks do not.
+    peaks = [
+        max(0, min(ceiling.peak_bytes, ceiling.fixed_bytes + ceiling.bytes_per_sample * samples))
+        for ceiling, samples in zip(ranks, answer.split, strict=True)
+    ]
     even = None if len(ranks) == 1 or step_time.adds_up else problem.even(answer.effective_batch_size)
-    return DdpPlan(
-        settings,
+    return Layout(
+        "ddp",
+        seats_of(request, answer.split, ranks, peaks, step_time.curves),
+        answer.accumulation_steps,
+        answer.effective_batch_size,
         answer.samples_per_s,
-        effective_batch_size=answer.effective_batch_size,
-        options=options,
-        least_batch=least_batch,
+        measured=False,
         even_samples_per_s=None if even is None else even.samples_per_s,
-        fit=Fit(step_time, all_reduce_s),
+        least_batch=least_batch,
+        cost=cost,
+        options=options,
     )
 
 
@@ -197,25 +167,6 @@ def _why_unsolved(request: Request, ranks: Sequence[Ceiling], least_batch: int, 
     return (
         f"{len(ranks)} ranks need a batch of at least {needed} samples{also}. Raise effective_batch_size or "
         "max_batch_size"
-    )
-
-
-def measured_ranks(
-    ceilings: tuple[Ceiling, ...], best: Trial, effective_batch_size: int, options: DdpOptions, least_batch: int
-) -> DdpPlan:
-    """Return DDP's settings from measured steps of all ranks together, or of a plain model on one device."""
-    assert best.samples_per_s is not None
-    settings = tuple(
-        RankSettings(rank, ceiling.device, share, best.accumulation_steps, ceiling, peak_bytes)
-        for rank, (ceiling, share, peak_bytes) in enumerate(zip(ceilings, best.split, best.peak_bytes, strict=True))
-    )
-    return DdpPlan(
-        settings,
-        best.samples_per_s,
-        effective_batch_size=effective_batch_size,
-        measured=True,
-        options=options,
-        least_batch=least_batch,
     )
 
 
@@ -241,19 +192,3 @@ def residuals_of(solver: Solver, step_time: StepTime, trials: Sequence[Trial]) -
             measured_s = sum(map(sum, splits)) / trial.samples_per_s
             residuals.append(Residual(trial.split, trial.accumulation_steps, measured_s, step_time.seconds(splits)))
     return tuple(residuals)
-
-
-def rank_answer(ddp: DdpPlan, fit: Fit) -> Answer:
-    """Return an `Answer` for a plan that is for DDP only. Its split has the ranks' batch sizes."""
-    assert ddp.ranks, ddp
-    return Answer(
-        split=tuple(rank.batch_size for rank in ddp.ranks),
-        accumulation_steps=ddp.ranks[0].accumulation_steps,
-        effective_batch_size=ddp.effective_batch_size,
-        samples_per_s=ddp.samples_per_s,
-        peak_bytes=tuple(rank.peak_bytes for rank in ddp.ranks),
-        ceilings=tuple(rank.ceiling for rank in ddp.ranks),
-        curves=fit.step_time.curves,
-        ddp=replace(ddp, fit=None),
-        fit=fit,
-    )

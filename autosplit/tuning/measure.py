@@ -14,9 +14,9 @@ from autosplit.devices.device import Device
 from autosplit.errors import InputError, WorkloadError, ends_tracebacks
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError, StepLostError
-from autosplit.plan.explain import FASTER
+from autosplit.plan.layout import DdpOptions
 from autosplit.plan.measured_step import MeasuredStep, Without, bounds_of, checked_split, faster_devices
-from autosplit.plan.record import DdpOptions
+from autosplit.plan.what_ifs import FASTER
 from autosplit.probe.prober import Prober
 from autosplit.probe.request import Request, checked_request
 from autosplit.profiles.key import ProfileKey
@@ -24,7 +24,7 @@ from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.protocol import Measurement, StepShape
 from autosplit.solve.memory import MemoryParts
 from autosplit.solve.split import even_split, whole_number
-from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.solve.step_time import Cost, StepTime, TimeCurve
 from autosplit.text import size_text
 from autosplit.tuning.answer import compiled_note
 from autosplit.tuning.assemble import why_no_ranks
@@ -329,7 +329,7 @@ def _rank_by_rank(run: Run, asked: _Configuration) -> _Found:
     return _Found(measured, prober.worker.capacities_bytes, memory, without, predicted=count > 1)
 
 
-def _ranks_without(fit: Fit, labels: Sequence[str], counted: dict[tuple[int, ...], int]) -> Iterator[Without]:
+def _ranks_without(fit: Cost, labels: Sequence[str], counted: dict[tuple[int, ...], int]) -> Iterator[Without]:
     step_time = fit.step_time
 
     def seconds(indices: Sequence[int]) -> float:
@@ -363,7 +363,7 @@ def _run_together(processes: Processes, asked: _Configuration) -> _Found:
         ) from error
     capacities, memory = zip(*processes.ask(_capacity_and_memory, asked, measured.peak_bytes), strict=True)
     curves = tuple(TimeCurve(((n, float(seconds)),)) for n, seconds in zip(asked.split, alone, strict=True))
-    bare = Fit(StepTime.bare(curves, measured.update_s, adds_up=False))
+    bare = Cost(StepTime.bare(curves, measured.update_s, adds_up=False))
     counted = {asked.split: asked.accumulation_steps}
     beside_s = max(0.0, measured.seconds - bare.rank_seconds(counted))
     labels = [f"rank {rank}" for rank in range(count)]

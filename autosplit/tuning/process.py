@@ -22,8 +22,9 @@ from autosplit.devices.device import Device
 from autosplit.errors import AutosplitError, InputError, UserCodeError, WorkloadError
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
+from autosplit.plan.layout import DdpOptions
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import DdpOptions, replaced
+from autosplit.plan.record import replaced
 from autosplit.probe.prober import Prober
 from autosplit.probe.request import Deadline, Request
 from autosplit.profiles import store as profiles

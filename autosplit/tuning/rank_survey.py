@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autosplit.errors import WorkloadError
 from autosplit.oom import DoesNotFitError
-from autosplit.plan.record import DdpOptions
+from autosplit.plan.layout import DdpOptions
 from autosplit.probe.ceilings import ceiling_by_time, ceiling_of, does_not_fit
 from autosplit.probe.prober import timed_sizes
 from autosplit.runtime.accelerator import twinned

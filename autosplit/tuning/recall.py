@@ -10,7 +10,7 @@ from autosplit.errors import ProfileError, one_line
 from autosplit.notes import NOT_FINITE, Note
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import with_notes, with_path
+from autosplit.plan.record import with_devices, with_layout, with_layouts, with_notes, with_path
 from autosplit.probe.request import Request
 from autosplit.profiles import store as profiles
 from autosplit.profiles.key import ProfileKey
@@ -89,7 +89,7 @@ def _recalled(key: ProfileKey, request: Request, *, measured: bool) -> Recalled:
                 Note("tuned-again", "The search that made the saved plan was interrupted, so autosplit tuned again."),
             )
         )
-    if measured and not found.plan.ddp.measured:
+    if measured and (found.plan.ddp is None or not found.plan.ddp.measured):
         text = "The DDP settings of the saved plan were predicted by one process, so autosplit tuned again."
         return Recalled(notes=(Note("tuned-again", text),))
     short = memory_shortfall(found.plan, request.devices, request.capacities_bytes)
@@ -138,9 +138,6 @@ def kept(
         # A saved plan would repeat this warning even after the user has fixed the loss.
         failed = (Note(NOT_SAVED, "the plan is not saved, because the loss is not finite"),)
     elif is_saved:
-        from autosplit.plan.explain import with_explanation  # a stored plan has its explanation
-
-        plan = with_explanation(plan)
         answers = processes.ask(Process.store, key, plan)
         path, failed = answers[0][0], tuple(dict.fromkeys(note for _, notes in answers for note in notes))
     said = () if failed and found.unreadable else found.notes
@@ -149,11 +146,8 @@ def kept(
 
 def with_facts(plan: Plan, request: Request) -> Plan:
     """Return a plan with the UUIDs and drivers of the current devices, after a step has confirmed the plan."""
-    devices = tuple(
-        replace(planned, uuid=device.uuid, driver=device.driver)
-        for planned, device in zip(plan.devices, request.devices, strict=True)
-    )
-    return replace(plan, devices=devices)
+    here = request.devices
+    return with_devices(plan, lambda place, planned: replace(planned, uuid=here[place].uuid, driver=here[place].driver))
 
 
 def tried_again(
@@ -167,10 +161,12 @@ def tried_again(
     plan = found.plan
     assert plan is not None
     if found.short is not None:
-        from autosplit.profiles.less_memory import Lack, solved_again  # few tunings find less memory
+        from autosplit.plan.resolve import resolve  # few tunings find less memory
+        from autosplit.solve.change import Change
 
         nbytes, least = processes.ask(_bucket_bytes_and_least)[0]
-        plan = solved_again(plan, Lack(request.capacities_bytes, nbytes, least))
+        change = Change(capacities_bytes=request.capacities_bytes, waiting_bytes=nbytes, least_batch=least)
+        plan = resolve(plan, change)
         if plan is None:
             return None, _given_up(found, "no split fits according to its measurements")
     answers = processes.ask(_run, plan, found.short is not None)
@@ -203,7 +199,8 @@ def _run(process: Process, plan: Plan, measures: bool) -> Plan | str:
 
 def _ran(process: Process, plan: Plan, *, measures: bool) -> Plan:
     prober, several, own = process.prober, process.job.has_peers, process.peers.rank
-    if several or plan.region is None:
+    layout = plan.main
+    if several or layout.strategy == "ddp":
         # Run the ranks' parts one after the other, because one process has no other ranks.
         for rank in (own,) if several else range(len(plan.split)):
             here = (rank,) if several else range(len(plan.split))
@@ -217,13 +214,13 @@ def _ran(process: Process, plan: Plan, *, measures: bool) -> Plan:
         prober.confirmed_peaks(StepShape(splits[:2]))
         return plan
     measured = prober.step(splits, budget_s=STEP_BUDGET_S)
-    peaks = measured.peak_bytes or tuple(device.peak_bytes for device in plan.devices)
-    devices = tuple(replace(device, peak_bytes=peak) for device, peak in zip(plan.devices, peaks, strict=True))
-    rate, ddp = plan.effective_batch_size / measured.seconds, plan.ddp
-    if len(devices) == 1 and ddp.ranks:
-        alone = replace(ddp.ranks[0], peak_bytes=peaks[0])
-        ddp = replace(ddp, ranks=(alone,), samples_per_s=rate, measured=True)
-    return replace(plan, devices=devices, samples_per_s=rate, ddp=ddp)
+    peaks = measured.peak_bytes or layout.peak_bytes
+    seats = tuple(replace(seat, peak_bytes=peak) for seat, peak in zip(layout.seats, peaks, strict=True))
+    rate = plan.effective_batch_size / measured.seconds
+    if len(seats) > 1:
+        return with_layout(plan, replace(layout, seats=seats, samples_per_s=rate, measured=True))
+    alone = (replace(one, seats=seats, samples_per_s=rate, measured=True) for one in plan.layouts)
+    return with_layouts(plan, *alone)
 
 
 def _given_up(found: Recalled, why: str) -> Recalled:
@@ -255,10 +252,10 @@ def _makeshift(request: Request, found: Recalled, again: Plan) -> Plan:
         f"{found.short}, so autosplit computed a smaller plan from its measurements and confirmed it with one "
         "step. The smaller plan is not saved"
     )
-    if again.region is None:
+    if not again.main.measured:
         text += "; its samples/s are predicted"
-    here = zip(again.devices, request.devices, strict=True)
-    devices = tuple(replace(planned, memory_bytes=device.capacity_bytes) for planned, device in here)
-    again = with_facts(replace(again, devices=devices), request)
+    devices = request.devices
+    again = with_devices(again, lambda place, one: replace(one, memory_bytes=devices[place].capacity_bytes))
+    again = with_facts(again, request)
     smaller = Note("less-memory", text)
     return replace(found, plan=again).with_notes(smaller, Note("from-profile", f"{found.origin}; {REFRESH_HINT}"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autosplit.notes import Note
-from autosplit.plan.record import DdpOptions
+from autosplit.plan.layout import DdpOptions
 from autosplit.probe.prober import Prober
 from autosplit.probe.request import Request
 from autosplit.profiles.key import ProfileKey

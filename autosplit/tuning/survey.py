@@ -9,14 +9,14 @@ from dataclasses import replace
 from autosplit.errors import WorkloadError, one_line
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
-from autosplit.plan.record import DdpOptions, DdpPlan
+from autosplit.plan.layout import DdpOptions, Layout
 from autosplit.probe.prober import timed_sizes
 from autosplit.runtime.protocol import StepShape
 from autosplit.solve.memory import Ceiling, Role
 from autosplit.solve.proposals import PATIENCE
 from autosplit.solve.search_space import Space
 from autosplit.solve.solver import Solver
-from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.solve.step_time import Cost, StepTime, TimeCurve
 from autosplit.solve.timed_sizes import TimedSize, curve_of, pooled
 from autosplit.solve.trial import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE
 from autosplit.tuning.assemble import solved_ranks
@@ -206,8 +206,10 @@ def ddp_options(run: Run) -> DdpOptions:
     return DdpOptions(find_unused_parameters=run.prober.facts.leaves_unused)
 
 
-def solve_ranks(run: Run, ranks: tuple[Ceiling, ...], step_time: StepTime) -> tuple[DdpPlan, StepTime]:
-    """Solve for DDP's batch sizes, and time each rank at its own. Return the settings and the time model.
+def solve_ranks(run: Run, ranks: tuple[Ceiling, ...], step_time: StepTime) -> tuple[Layout | str, StepTime]:
+    """Solve for DDP's batch sizes, and time each rank at its own. Return the layout and the time model.
+
+    If DDP is not possible, return the reason instead of the layout.
 
     Without these times, the curves would be interpolated at the batch sizes, and the predicted samples/s would be
     inexact.
@@ -222,7 +224,7 @@ def solve_ranks(run: Run, ranks: tuple[Ceiling, ...], step_time: StepTime) -> tu
             all_reduce_s=all_reduce_seconds(run, step_time),
             least_batch=run.prober.least_batch,
         )
-        curves = _timed_at(run, [rank.batch_size for rank in ddp.ranks], step_time.curves)
+        curves = _timed_at(run, () if isinstance(ddp, str) else ddp.split, step_time.curves)
         if curves == step_time.curves or run.prober.out_of_time:
             break
         step_time = replace(step_time, curves=curves)
@@ -245,12 +247,12 @@ def _timed_at(run: Run, shares: Sequence[int], curves: tuple[TimeCurve, ...]) ->
     return tuple(timed)
 
 
-def rank_fit(run: Run, split: Sequence[int]) -> Fit:
+def rank_fit(run: Run, split: Sequence[int]) -> Cost:
     """Time each device as a DDP rank at its own batch size, and return the time model."""
     timed = [run.prober.rank_seconds(index, n, budget_s=TRIAL_BUDGET_S) for index, n in enumerate(split)]
     curves = tuple(TimeCurve(((n, seconds),)) for n, seconds in zip(split, timed, strict=True))
     step_time = _rank_time(run, curves, split)
-    return Fit(step_time, all_reduce_seconds(run, step_time))
+    return Cost(step_time, all_reduce_seconds(run, step_time))
 
 
 def _rank_time(run: Run, curves: tuple[TimeCurve, ...], shares: Sequence[int]) -> StepTime:

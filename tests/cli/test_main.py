@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from folders import ROOT
-from handmade import made_ceiling, made_plan
+from handmade import made_ceiling, made_plan, on_devices
 from marks import for_release
 
 from autosplit.__main__ import main as start
@@ -680,7 +680,7 @@ def test_streams_that_are_full_or_closed(tmp_path):
 def test_an_encoding_that_lacks_a_name_of_the_plan(tmp_path):
     plan = made_plan((100, 156), kind="sim")
     named = dataclasses.replace(plan.devices[0], name="RTX \u00e9\U0001f600")
-    plan = dataclasses.replace(plan, devices=(named, plan.devices[1]))
+    plan = on_devices(plan, named, plan.devices[1])
     plan.save(tmp_path / "plan.json")
     code, out, err = in_a_shell("autosplit show plan.json", tmp_path, PYTHONIOENCODING="ascii")
     assert (code, err) == (0, "")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ddp_jobs import make_plan as ranks_plan
 from gpus import COUNT, KIND
-from handmade import made_plan
+from handmade import made_plan, on_devices
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -144,11 +144,13 @@ def plan_here(kind: str, count: int, loss_from: str, called_with: str) -> Plan:
     plan = made_plan(split, kind="cpu", effective=effective)
     if kind != "cpu":
         cards = visible_devices(kind)
-        cards = [
-            replace(device, kind=kind, label=f"{kind}:{index}", name=cards[index].name, uuid=cards[index].uuid)
-            for index, device in enumerate(plan.devices)
-        ]
-        plan = replace(plan, devices=tuple(cards))
+        plan = on_devices(
+            plan,
+            *(
+                replace(device, kind=kind, label=f"{kind}:{index}", name=cards[index].name, uuid=cards[index].uuid)
+                for index, device in enumerate(plan.devices)
+            ),
+        )
     return replace(plan, called_with=called_with, workload=workload_facts(loss_from))
 
 
@@ -287,7 +289,7 @@ def test_a_loop_that_would_train_wrongly_is_not_printed():
     check = Check("loss", 0.4, 0.4, depends=True, advice="it is a sum: pass loss_reduction='sum'")
     lines = paste_lines(made_plan(checks=(check,)))
     assert lines[-2:] == ("# No loop is printed, because it would not train as one process does.", f"# {check.advice}")
-    whole = replace(made_plan((128,)), checks=(check,), accumulation_steps=1, effective_batch_size=128)
+    whole = made_plan((128,), effective=128, checks=(check,))
     assert any(line.startswith("for step") for line in paste_lines(whole)), "nothing is split"
 
 

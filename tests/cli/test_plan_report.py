@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from handmade import GIB, made_ceiling, made_plan, solved_plan
+from handmade import GIB, changed_layout, changed_plan, made_ceiling, made_plan, on_devices, solved_plan
 from noted import noted
 from rich.console import Console
 
@@ -15,10 +15,6 @@ from autosplit.devices.catalog import UNMEASURED_RATES
 from autosplit.notes import Note
 from autosplit.probe.check_result import Check
 from autosplit.solve.length_plan import LengthPlan, LengthPoint
-from autosplit.solve.memory import MemoryFit, Region
-
-REGION = Region(MemoryFit(0.0, 1.0), GIB, 400, (400,), 512)
-"""A plan with a region is for BalancedDataParallel."""
 
 
 def printed(plan, *, width=100, terminal=False, origin=None, details=True):
@@ -64,12 +60,13 @@ def test_the_table_has_every_device_with_its_figures():
 def test_a_ceiling_says_what_limited_it(limit, confirmed, kind, shown):
     plan = made_plan((100, 156), kind=kind)
     ceiling = replace(made_ceiling("x", 201, GIB, limited_by=limit), confirmed=confirmed)
-    plan = replace(plan, devices=(replace(plan.devices[0], ceiling=ceiling), plan.devices[1]))
+    first, second = plan.main.seats
+    plan = changed_plan(plan, seats=(replace(first, ceiling=ceiling), second))
     assert re.search(rf"{re.escape(shown)}  ", row_of(printed(plan), f"{kind}:0"))
 
 
 def test_the_numbers():
-    text = printed(replace(made_plan((100, 156)), region=REGION))
+    text = printed(made_plan((100, 156)))
     assert row_of(text, "split").split(None, 1)[1] == "(100, 156)"
     assert row_of(text, "gpu0_bsz").split() == ["gpu0_bsz", "100"]
     assert row_of(text, "batch_size").split() == ["batch_size", "256"]
@@ -94,7 +91,7 @@ def test_the_gain_is_claimed_only_where_it_was_measured(plan, said):
 def test_another_effective_batch_of_the_ranks_is_told():
     """With a range, the ranks may use another number than the split. The report did not mention it."""
     plan = made_plan((64, 64))
-    text = printed(replace(plan, ddp=replace(plan.ddp, effective_batch_size=1500)))
+    text = printed(changed_layout(plan, effective_batch_size=1500, accumulation_steps=6))
     assert "1500 samples per optimizer step" in text.split("together")[1]
 
 
@@ -140,22 +137,21 @@ def test_devices_of_two_machines_are_told_by_their_ranks():
     """Two machines with a GPU each were shown as cuda:0 to 0, like one GPU."""
     plan = made_plan((64, 64, 64))
     first = plan.devices[0]
-    told = short(replace(plan, devices=(first, first, replace(plan.devices[2], label=first.label, name="T4"))))
+    told = short(on_devices(plan, first, first, replace(plan.devices[2], label=first.label, name="T4")))
     assert re.search(r"rank 0 to rank 1 RTX.* 64 ", told)
     assert "rank 2 T4" in told
 
 
 def test_ddp_leads_if_it_is_faster():
     """The table was that of BalancedDataParallel, which left four of six GPUs idle, and a row recommended DDP."""
-    plan = replace(made_plan((100, 156)), region=REGION)
-    faster = replace(plan.ddp, samples_per_s=20469.0, even_samples_per_s=10000.0)
-    text = short(replace(plan, ddp=faster), width=120)
+    plan = changed_layout(made_plan((100, 156)), samples_per_s=20469.0, even_samples_per_s=10000.0)
+    text = short(plan, width=120)
     assert row_of(text, "split").split(None, 1)[1] == "(128, 128), 256 samples per forward"
     assert row_of(text, "cuda:0 to 1").split()[5] == "128"
     assert row_of(text, "throughput").split(None, 1)[1] == "20,469 samples/s (predicted)"
     strategy = "DDP (autosplit launch): 2.00 times BalancedDataParallel, 10,234 samples/s"
     assert row_of(text, "strategy").split(None, 1)[1] == strategy
-    details = printed(replace(plan, ddp=faster))
+    details = printed(plan)
     assert "gpu0_bsz" not in details
     assert (
         "\nBalancedDataParallel\n- split (100, 156), 2 forwards, 10,234 samples/s, 1.31 times the even split" in details
@@ -197,9 +193,6 @@ def test_notes_take_lines_of_the_terminal_and_not_whole_sentences(lengths):
     assert "add --details" in said or said.count("\n- ") + 1 == len(notes)
 
 
-# What explains it
-
-
 # Simulated plans
 
 
@@ -217,7 +210,7 @@ def test_a_simulated_plan_says_so_and_shows_the_command_instead():
     assert "(simulated)" in row_of(text, "throughput")
     assert "no real step" in text
     assert text.rstrip().endswith("on the machine that has the GPUs\n\npython -m autosplit tune x.py --devices cuda")
-    assert "plan.wrap" not in text
+    assert "plan.wrap(model)" not in text
 
 
 # Widths and terminals
@@ -227,8 +220,8 @@ def test_a_simulated_plan_says_so_and_shows_the_command_instead():
 @pytest.mark.parametrize("split", [(256,), (100, 156), (1000, 2000, 3000, 4000, 5000, 6000, 7000, 8000)])
 def test_nothing_is_cut_and_only_long_lines_to_paste_are_wider(width, split):
     plan = made_plan(split, effective=40000)
-    devices = tuple(replace(device, name="NVIDIA H100 80GB HBM3 MIG 3g.40gb") for device in plan.devices)
-    text = printed(replace(plan, devices=devices), width=width)
+    devices = (replace(device, name="NVIDIA H100 80GB HBM3 MIG 3g.40gb") for device in plan.devices)
+    text = printed(on_devices(plan, *devices), width=width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     assert "\x1b" not in text

@@ -129,7 +129,7 @@ SCRIPT = """
 import sys
 from autosplit import ddp
 with ddp.setup() as ctx:
-    print(f"rank {ctx.rank} takes {ctx.settings.batch_size}, {sys.argv[1:]}", flush=True)
+    print(f"rank {ctx.rank} takes {ctx.seat.samples}, {sys.argv[1:]}", flush=True)
 sys.exit(int(sys.argv[1]))
 """
 

@@ -28,6 +28,7 @@ from ddp_jobs import (
     relative_error,
     weights,
 )
+from handmade import changed_plan
 from hypothesis import given
 from hypothesis import strategies as st
 from noted import noted
@@ -43,7 +44,6 @@ from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.epoch_steps import steps
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import DdpPlan
 
 # --------------------------------------------------------------------------------------------------- the arithmetic
 
@@ -60,12 +60,6 @@ def samplers(num_samples: int, sizes: tuple[int, ...], effective: int, **options
         ScheduledBatchSampler(num_samples, sum(sizes), effective, rank_slice=RankSlice(rank, sizes), **options)
         for rank in range(len(sizes))
     ]
-
-
-def without_forwards() -> Plan:
-    plan = make_plan((4,))
-    rank = replace(plan.ddp.ranks[0], accumulation_steps=0)
-    return replace(plan, ddp=replace(plan.ddp, ranks=(rank,)))
 
 
 class TestRankSlices:
@@ -91,33 +85,13 @@ class TestRankSlices:
         assert step.loss == pytest.approx((3 * 2.0 + 5.0) / 4)
 
 
-class TestEffectiveBatch:
-    @pytest.mark.parametrize(
-        ("sizes", "asked", "forwards", "expected"),
-        [
-            ((2, 6), 20, 3, 20),
-            ((2, 6), 12, 1, 8),  # the plan's split has a batch of 12, but the ranks' batch is 8
-            ((2, 6), 20, 2, 16),
-        ],
-    )
-    def test_is_the_one_that_the_ranks_were_solved_for(
-        self, sizes: tuple[int, ...], asked: int, forwards: int, expected: int
-    ) -> None:
-        ctx = ddp.Context(make_plan(sizes, asked, forwards=forwards), 0, torch.device("cpu"))
-        sampler = ctx.batch_sampler(100)
-        assert ctx.effective_batch_size == expected
-        assert {step.num_samples for step in sampler.schedule[:-1]} == {expected}
-        assert len(sampler.schedule[0].micro_batch_sizes) == forwards
-
-    def test_is_the_ranks_own_where_a_range_was_asked_for(self) -> None:
-        """With a range, the ranks may use another number than the split. Steps had 1794 samples, but 1500 was the
-        maximum.
-        """
-        plan = make_plan((15, 14), 128, forwards=6)
-        plan = replace(plan, ddp=replace(plan.ddp, effective_batch_size=150))
-        ctx = ddp.Context(plan, 0, torch.device("cpu"))
-        assert ctx.effective_batch_size == 150
-        assert ctx.batch_sampler(3000).schedule[0].num_samples == 150
+def test_the_effective_batch_is_the_one_that_the_ranks_were_solved_for() -> None:
+    """With a range, the ranks may use another number than the split. Steps had 1794 samples instead of 1500."""
+    ranks = make_plan((15, 14), 150).layouts[0]
+    plan = changed_plan(make_plan((16, 16), 128), strategy="balanced")
+    ctx = ddp.Context(replace(plan, layouts=(*plan.layouts, ranks)), 0, torch.device("cpu"))
+    assert ctx.effective_batch_size == 150
+    assert ctx.batch_sampler(3000).schedule[0].num_samples == 150
 
 
 # ------------------------------------------------------------------------------------------------------ one process
@@ -145,7 +119,7 @@ class TestOneProcess:
     def test_trains_and_leaves_no_group_behind(self) -> None:
         with ddp.setup(make_plan((4,), 10)) as ctx:
             assert (ctx.rank, ctx.world_size, ctx.device) == (0, 1, torch.device("cpu"))
-            assert ctx.settings is ctx.plan.ddp.ranks[0]
+            assert ctx.seat is ctx.plan.ddp.seats[0]
             model = ctx.wrap(make_model())
             assert model.gradient_as_bucket_view
             step = next(ctx.steps(loader_of(ctx)))
@@ -261,11 +235,10 @@ class TestOneProcess:
         [
             (make_plan((2, 6)), PlanError),
             (make_plan((4,), device="sim:{}"), DeviceError),
-            (make_plan((4,), ddp=DdpPlan((), 0.0, "cpu:0 can't hold a DDP rank")), PlanError),
-            (without_forwards(), PlanError),
+            (changed_plan(make_plan((4,)), strategy="balanced"), PlanError),
             (make_plan((4,), device="cuda:99"), DeviceError),
         ],
-        ids=["ranks", "simulated", "none", "forwards", "device"],
+        ids=["ranks", "simulated", "none", "device"],
     )
     def test_unfit_plans(self, plan: Plan, error: type[Exception]) -> None:
         with raises(error):
@@ -276,7 +249,7 @@ class TestOneProcess:
     def test_a_last_forward_that_batchnorm_does_not_train_on_is_refused_before_training(self, num_samples: int) -> None:
         """torch's own error came at the end of the first epoch. The plan knows the smallest batch that works."""
         plan = make_plan((8,), 12)
-        with ddp.setup(replace(plan, ddp=replace(plan.ddp, least_batch=2))) as ctx:
+        with ddp.setup(changed_plan(plan, least_batch=2)) as ctx:
             if num_samples == 23:
                 ctx.batch_sampler(num_samples)
                 return

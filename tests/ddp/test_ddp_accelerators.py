@@ -17,6 +17,7 @@ from card_jobs import NUM_SAMPLES, SHARES, contexts_here, make_model, plan_of_ca
 from ddp_jobs import make_plan
 from folders import TESTS
 from gpus import COUNT, KIND
+from handmade import on_devices
 from ranks import found_by, run_ranks
 from short_budgets import short_budgets
 from torch import distributed as dist
@@ -53,7 +54,7 @@ def trained_by(ctx: ddp.Context) -> dict[str, Any]:
         "error": float((gradient_of(model) - expected).norm() / expected.norm()),
         "device": str(ctx.device),
         "uuid": visible_devices(KIND)[ctx.device.index].uuid,
-        "share": ctx.settings.batch_size,
+        "share": ctx.seat.samples,
         "backend": dist.get_backend(),
         "contexts": contexts_here(),
     }
@@ -178,7 +179,7 @@ class TestTwoRanks:
         plan = Plan.from_json(one["plan"], source="a scenario")
         assert plan.ddp.measured
         assert all(trial.failure is None for trial in plan.trials)
-        assert all(0 < rank.peak_bytes <= rank.ceiling.capacity_bytes for rank in plan.ddp.ranks)
+        assert all(0 < seat.peak_bytes <= seat.ceiling.capacity_bytes for seat in plan.ddp.seats)
 
     def test_have_no_context_on_another_ranks_card(self, ranks: Any) -> None:
         for rank, found in enumerate(found_by(ranks, "tuned")):
@@ -278,8 +279,7 @@ def test_two_nodes_of_slurms_whose_ranks_see_one_card_each(tmp_path: Path) -> No
         replace(device, label=label, name="Emulated GPU", uuid=f"GPU-elsewhere-{device.index}")
         for device, label in zip(plan.devices, labels, strict=True)
     ]
-    own = tuple(replace(rank, device=label) for rank, label in zip(plan.ddp.ranks, labels, strict=True))
-    plan = replace(plan, devices=tuple(known), ddp=replace(plan.ddp, ranks=own))
+    plan = on_devices(plan, *known)
     plan.save(tmp_path / "plan.json")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = str(store.port)

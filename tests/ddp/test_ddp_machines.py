@@ -156,10 +156,10 @@ def test_two_machines_tune_together_then_train_and_go_on_after_one_was_killed(ma
     assert plan.ddp.measured
     assert plan.effective_batch_size == EFFECTIVE_BATCH_SIZE
     assert plan.machine["ranks_per_machine"] == [1, 1]
-    large, small = (rank.ceiling for rank in plan.ddp.ranks)
+    large, small = (seat.ceiling for seat in plan.ddp.seats)
     assert large.capacity_bytes > small.capacity_bytes
     assert small.batch_size < large.batch_size == EFFECTIVE_BATCH_SIZE
-    assert all(1 <= rank.batch_size <= rank.ceiling.batch_size for rank in plan.ddp.ranks)
+    assert all(1 <= seat.samples <= seat.ceiling.batch_size for seat in plan.ddp.seats)
     assert all(len(list((machine.folder / "cache" / "profiles").glob("*.json"))) == 1 for machine in both)
 
     death = ("--dies", "worker", "--at", str(DIES_AT))

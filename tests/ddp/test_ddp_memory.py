@@ -12,6 +12,7 @@ import pytest
 import torch
 from ddp_jobs import make_plan
 from gpus import KIND
+from handmade import on_devices
 from ranks import found_by, run_ranks
 from torch import distributed as dist
 from torch import nn
@@ -84,11 +85,8 @@ def on_gpu() -> dict[str, int]:
     devices = [f"{KIND}:{rank if len(cards) > 1 else 0}" for rank in range(2)]
     plan = make_plan((2, 6), device=f"{KIND}:{{}}")
     names = [cards[int(device[-1])].name for device in devices]
-    facts = zip(plan.devices, plan.ddp.ranks, devices, names, strict=True)
-    known, settings = zip(
-        *((replace(d, label=label, name=name), replace(r, device=label)) for d, r, label, name in facts), strict=True
-    )
-    plan = replace(plan, devices=known, ddp=replace(plan.ddp, ranks=settings))
+    facts = zip(plan.devices, devices, names, strict=True)
+    plan = on_devices(plan, *(replace(device, label=label, name=name) for device, label, name in facts))
     with ddp.setup(plan) as ctx:
         model = ctx.wrap(large_model())
         put(ctx, path, model=model)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from ddp_jobs import make_plan
 from fake_gpus import FakeCuda, cards
+from handmade import on_devices
 from raised import raises
 from torch import distributed as dist
 
@@ -208,16 +209,15 @@ CARDS = tuple(Visible(name, f"GPU-{number}") for number, name in enumerate(("A10
 def plan_for(*labels: str, cards: tuple[Visible, ...] = CARDS) -> Plan:
     """A plan whose ranks are on these cards of that machine."""
     plan = make_plan((4,) * len(labels), device="cuda:{}")
-    devices = tuple(
+    devices = (
         replace(device, label=label, name=cards[int(label[-1])].name, uuid=cards[int(label[-1])].uuid)
         for device, label in zip(plan.devices, labels, strict=True)
     )
-    ranks = tuple(replace(rank, device=label) for rank, label in zip(plan.ddp.ranks, labels, strict=True))
-    return replace(plan, devices=devices, ddp=replace(plan.ddp, ranks=ranks))
+    return on_devices(plan, *devices)
 
 
 def places(plan: Plan, visible: tuple[Visible, ...], world_size: int = 0) -> list[str]:
-    world_size = world_size or len(plan.ddp.ranks)
+    world_size = world_size or len(plan.ddp.seats)
     return [str(device_for(plan, Place(rank, world_size, rank, world_size), visible)) for rank in range(world_size)]
 
 

@@ -10,22 +10,22 @@ from autosplit.integrations.even_ranks import EvenProblem, EvenRanks
 from autosplit.solve.memory import Ceiling, Region
 from autosplit.solve.problem import Problem
 from autosplit.solve.solver import MOST_STEPS
-from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.solve.step_time import Cost, StepTime, TimeCurve
 
 
 def line(per_sample_s: float, fixed_s: float = 0.0) -> TimeCurve:
     return TimeCurve(((1, fixed_s + per_sample_s), (10**6, fixed_s + 10**6 * per_sample_s)))
 
 
-def fit_of(*curves: TimeCurve, all_reduce_s: float = 0.0, update_s: float = 0.0, adds_up: bool = False) -> Fit:
-    return Fit(StepTime.bare(curves, update_s, adds_up=adds_up), all_reduce_s)
+def fit_of(*curves: TimeCurve, all_reduce_s: float = 0.0, update_s: float = 0.0, adds_up: bool = False) -> Cost:
+    return Cost(StepTime.bare(curves, update_s, adds_up=adds_up), all_reduce_s)
 
 
 def even_problem(
     ceilings: tuple[int, ...],
     effective: int,
     sizes: tuple[int, int] | None,
-    fit: Fit,
+    fit: Cost,
     *,
     max_batch_size: int | None = None,
     least_batch: int = 1,
@@ -37,7 +37,7 @@ def even_problem(
     return EvenProblem(Problem(fit, found, region, True, sizes, accumulates), effective)
 
 
-def identical(count: int, ceiling: int, effective: int, *, fit: Fit | None = None, **changes) -> EvenProblem:
+def identical(count: int, ceiling: int, effective: int, *, fit: Cost | None = None, **changes) -> EvenProblem:
     """Return ranks that take 1 ms per sample and 5 ms per forward."""
     sizes = changes.pop("sizes", (effective, effective))
     fit = fit or fit_of(*(line(1e-3, 5e-3),) * count)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from fitted_plans import fitted_plan
-from handmade import GIB, made_ceiling, made_plan
+from handmade import GIB, changed_layout, made_ceiling, made_plan, on_devices, without_ddp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raised import raises
@@ -24,34 +24,38 @@ from autosplit.cli.main import main
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.integrations.export import FORMATS
 from autosplit.integrations.exported import Export
+from autosplit.plan.layout import DdpOptions, Layout, Seat
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import DdpOptions, DdpPlan, RankSettings
+from autosplit.plan.record import with_devices, with_layouts
 from autosplit.plan.torchrun import command_for
 from autosplit.probe.check_result import Check
+from autosplit.solve.split import accumulation_steps
 
 TOOLS = ("transformers", "accelerate", "lightning")
 TAKERS = {"transformers": "TrainingArguments", "accelerate": "Accelerator", "lightning": "Trainer"}
 
 
-def ranked(plan: Plan, sizes: tuple[int, ...], ceilings: tuple[int, ...], steps: int, effective: int) -> Plan:
+def ranked(plan: Plan, sizes: tuple[int, ...], ceilings: tuple[int, ...], effective: int, **changes: Any) -> Plan:
     """Give a plan other DDP ranks."""
-    ranks = tuple(
-        RankSettings(i, plan.devices[i].label, size, steps, made_ceiling(plan.devices[i].label, ceiling, 24 * GIB), GIB)
-        for i, (size, ceiling) in enumerate(zip(sizes, ceilings, strict=True))
+    seats = tuple(
+        Seat(device, size, made_ceiling(device.label, ceiling, 24 * GIB), GIB)
+        for device, size, ceiling in zip(plan.devices, sizes, ceilings, strict=True)
     )
-    return replace(plan, ddp=DdpPlan(ranks, 900.0, effective_batch_size=effective))
+    steps = accumulation_steps(effective, sum(sizes))
+    ranks = Layout("ddp", seats, steps, effective, 900.0, measured=False, cost=plan.main.cost)
+    return with_layouts(plan, plan.main, replace(ranks, **changes))
 
 
 def uneven_plan(effective: int = 96, **changes: Any) -> Plan:
     """One GPU is three times as fast as the other, which fits 40 samples."""
     plan = fitted_plan((72, 24), (1.0, 3.0), (200, 40), effective=effective, **changes)
-    return ranked(plan, (72, 24), (200, 40), 1, effective)
+    return ranked(plan, (72, 24), (200, 40), effective)
 
 
 def even_plan(kind: str = "cuda", count: int = 2, **changes: Any) -> Plan:
     """Two equal GPUs with 50 samples each, in 2 forwards."""
     plan = fitted_plan((50,) * count, (1.0,) * count, (60,) * count, effective=100 * count, kind=kind, **changes)
-    return ranked(plan, (50,) * count, (60,) * count, 2, 100 * count)
+    return ranked(plan, (50,) * count, (60,) * count, 100 * count)
 
 
 def lone_plan(effective: int = 100, kind: str = "cuda") -> Plan:
@@ -108,7 +112,7 @@ def test_an_uneven_plan_has_the_nearest_even_one_computed(to):
 
 def test_a_step_that_the_ranks_do_not_divide_becomes_another_and_says_so():
     plan = fitted_plan((34, 33, 33), (1.0, 1.0, 1.0), (60, 60, 60), effective=100)
-    found = ranked(plan, (34, 33, 33), (60, 60, 60), 1, 100).export("lightning")
+    found = ranked(plan, (34, 33, 33), (60, 60, 60), 100).export("lightning")
     assert numbers(found) == (33, 1)
     assert "an effective batch of 99, and the plan has 100" in found.notes[0]
     assert "no fewer than with" in found.notes[0]
@@ -124,14 +128,20 @@ def test_without_an_effective_batch_there_is_one_forward():
 
 @pytest.mark.parametrize("to", TOOLS)
 def test_several_devices_without_ranks(to):
-    plan = replace(even_plan(), ddp=DdpPlan((), 0.0, "cuda:1 can't hold a DDP rank"))
+    plan = without_ddp(even_plan(), "cuda:1 can't hold a DDP rank")
     with raises(PlanError):
         plan.export(to)
 
 
-def test_ranks_whose_ceilings_have_nothing_in_common():
-    plan = ranked(uneven_plan(), (72, 24), (200, 0), 1, 96)
-    with raises(PlanError):
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (ranked(uneven_plan(), (96, 0), (200, 0), 96), "(96, 0)"),
+        (replace(uneven_plan(), max_batch_size=1), "no batch size fits all ranks"),
+    ],
+)
+def test_ranks_that_no_common_batch_size_fits(plan, says):
+    with raises(PlanError, says):
         plan.export("transformers")
 
 
@@ -177,7 +187,8 @@ def test_a_loss_that_is_no_mean_over_samples(to, says):
 
 
 def test_a_batch_norm_is_not_given_a_single_sample():
-    plan = ranked(replace(uneven_plan(7), region=None, checks=(NORM,)), (4, 3), (200, 40), 1, 7)
+    plan = fitted_plan((4, 3), (1.0, 3.0), (200, 40), effective=7, checks=(NORM,))
+    plan = ranked(plan, (4, 3), (200, 40), 7, least_batch=2)
     assert plan.export("transformers").even.batch_size >= 2
 
 
@@ -194,7 +205,7 @@ def test_exact_or_within_every_ceiling(ranks, steps, short, to):
     ceilings = tuple(size + more for size, more in zip(sizes, room, strict=True))
     effective = max(sum(sizes) * (steps - 1) + 1, sum(sizes) * steps - short)
     plan = fitted_plan(sizes, paces, ceilings, effective=effective)
-    plan = ranked(plan, sizes, ceilings, steps, effective)
+    plan = ranked(plan, sizes, ceilings, effective)
     found = plan.export(to)
     batch_size, forwards = numbers(found)
     assert batch_size <= min(ceilings)
@@ -208,8 +219,7 @@ def test_exact_or_within_every_ceiling(ranks, steps, short, to):
 def test_a_name_can_not_leave_its_comment():
     """A plan may come from an untrusted author, and its text must not become code that users paste."""
     evil = 'x"\n\nimport os; os.system("reboot")\r\x1b[2J\u2028y'
-    plan = even_plan("sim")
-    plan = replace(plan, devices=tuple(replace(device, name=evil) for device in plan.devices))
+    plan = with_devices(even_plan("sim"), lambda _, device: replace(device, name=evil))
     for to in (*TOOLS, "env"):
         text = plan.export(to).text
         assert text.replace("\n", "").isprintable()
@@ -225,9 +235,7 @@ def test_a_name_can_not_leave_its_comment():
 
 def test_which_cards_are_meant():
     plan = even_plan()
-    others = replace(
-        plan, devices=tuple(replace(d, index=n, label=f"cuda:{n}") for d, n in zip(plan.devices, (0, 2), strict=True))
-    )
+    others = on_devices(plan, plan.devices[0], replace(plan.devices[1], index=2, label="cuda:2"))
     assert others.export("transformers").settings["command"].startswith("CUDA_VISIBLE_DEVICES=0,2 torchrun ")
     assert "--gpu_ids=0,2" in others.export("accelerate").settings["command"]
     assert others.export("lightning").settings["Trainer"]["devices"] == [0, 2]
@@ -293,9 +301,8 @@ def test_an_unknown_format_lists_those_that_there_are(to):
 @pytest.fixture
 def plan_file(tmp_path: Path) -> str:
     path = tmp_path / "plan.json"
-    plan = uneven_plan()
     # Cluster managers ask for GPUs of one kind on each machine.
-    replace(plan, devices=tuple(replace(device, name="NVIDIA A10G") for device in plan.devices)).save(path)
+    with_devices(uneven_plan(), lambda _, device: replace(device, name="NVIDIA A10G")).save(path)
     return str(path)
 
 
@@ -436,7 +443,7 @@ def test_gpu_plans_use_keywords_that_there_are(to, precision):
     """Code that needs a GPU is checked for its keyword names."""
     plan = replace(machines(2, 2), precision=precision)
     options = DdpOptions(find_unused_parameters=True, static_graph=True)
-    found = replace(plan, ddp=replace(plan.ddp, options=options)).export(to)
+    found = changed_layout(plan, options=options).export(to)
     compile(found.text, to, "exec")
     takers = [name for name in found.settings if name != "command"]
     assert TAKERS[to] in takers
@@ -524,7 +531,7 @@ def test_two_real_ranks_take_the_samples_that_were_promised(to, tmp_path):
     pytest.importorskip({"lightning": "lightning.pytorch"}.get(to, "accelerate"))
     pytest.importorskip("transformers")
     plan = fitted_plan((9, 3), (1.0, 3.0), (20, 4), effective=24, kind="cpu")
-    found = ranked(plan, (9, 3), (20, 4), 2, 24).export(to)
+    found = ranked(plan, (9, 3), (20, 4), 24).export(to)
     assert numbers(found) == (4, 3)
     (tmp_path / "train.py").write_text("\n".join((DATA, found.text, LOOPS[to], TELLING)))
     command = shlex.split(found.settings["command"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from handmade import on_devices
 from raised import raises
 from ranks import free_port
 from test_export import even_plan
@@ -29,8 +29,8 @@ def plan_of(*machines: tuple[int, str], kind: str = "cuda") -> Plan:
     """Return a plan for machines that each have a number of equal devices."""
     names = [name for count, name in machines for _ in range(count)]
     plan = even_plan(kind=kind, count=len(names))
-    devices = tuple(replace(device, name=name) for device, name in zip(plan.devices, names, strict=True))
-    return replace(plan, devices=devices, machine={"ranks_per_machine": [count for count, _ in machines]})
+    plan = on_devices(plan, *map(lambda device, name: replace(device, name=name), plan.devices, names))
+    return replace(plan, machine={"ranks_per_machine": [count for count, _ in machines]})
 
 
 # ------------------------------------------------------------------------------------------------------------- Slurm
@@ -59,7 +59,7 @@ def test_slurm_asks_for_nodes_of_two_kinds():
 
 def test_a_machine_with_two_kinds_is_refused():
     plan = plan_of((2, A100))
-    mixed = replace(plan, devices=(plan.devices[0], replace(plan.devices[1], name=L40S)))
+    mixed = on_devices(plan, plan.devices[0], replace(plan.devices[1], name=L40S))
     with raises(PlanError, f"{A100} and {L40S}"):
         mixed.export("slurm")
 
@@ -86,7 +86,7 @@ TRAIN = """
 import autosplit
 with autosplit.ddp.setup() as ctx:
     with open(f"rank{ctx.rank}", "w") as file:
-        file.write(f"{ctx.world_size} {ctx.plan.ddp.ranks[ctx.rank].batch_size}")
+        file.write(f"{ctx.world_size} {ctx.plan.ddp.split[ctx.rank]}")
 """
 
 
@@ -145,7 +145,7 @@ def test_a_trainjob_satisfies_kubeflows_schema(machines: Any) -> None:
     found = plan.export("trainjob")
     manifests = [*yaml.safe_load_all(found.text)]
     assert manifests == found.settings["manifests"]
-    assert json.loads(manifests[0]["data"]["plan.json"])["split"] == list(plan.split)
+    assert Plan.from_json(manifests[0]["data"]["plan.json"]).split == plan.split
     for manifest in manifests[1:]:
         kind = getattr(models, f"TrainerV1alpha1{manifest['kind']}")
         # The models ignore unknown keys, so compare what they read.

@@ -22,6 +22,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from faults import Faults, runs_out
 from gpus import KIND
+from handmade import changed_layout
 from ranks import found_by, run_ranks, run_ranks_once
 from shared_training import CLIP, COLLATE, COUNT, EVALUATES_BY, HELD_OUT, JOBS, PRELOAD, STEPS, STOPS_AT, TEXTS
 from torch.utils.data import DataLoader
@@ -37,6 +38,7 @@ from autosplit.integrations.accelerate import (
 )
 from autosplit.integrations.process_share import share_of
 from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.plan.layout import DdpOptions
 from autosplit.probe.check_result import Check
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
@@ -579,9 +581,8 @@ class TestFeatures:
 
     def test_distributed_data_parallel_is_given_what_the_plan_was_measured_with(self):
         """A model with unused parameters was tuned, and then DDP raised an error."""
-        plan = shared.shares_plan((7, 1), 20)
-        options = replace(plan.ddp.options, find_unused_parameters=True)
-        share = share_of(replace(plan, ddp=replace(plan.ddp, options=options)), Place(0, 2))
+        plan = changed_layout(shared.shares_plan((7, 1), 20), options=DdpOptions(find_unused_parameters=True))
+        share = share_of(plan, Place(0, 2))
         given: dict[str, Any] = {}
         set_arguments(share, given)
         (handler,) = given["kwargs_handlers"]

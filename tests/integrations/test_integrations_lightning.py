@@ -165,7 +165,7 @@ def tuned_where_lightning_refuses() -> dict[str, Any]:
     make_trainer(shares, watch, devices=2, strategy="ddp", max_steps=6).fit(
         module, shares.data(Data("bert"), seed=shared.SEED)
     )
-    ranks = [(rank.batch_size, rank.ceiling.batch_size, rank.accumulation_steps) for rank in plan.ddp.ranks]
+    ranks = [(seat.samples, seat.ceiling.batch_size, plan.accumulation_steps) for seat in plan.ddp.seats]
     return {"ranks": ranks, "measured": plan.ddp.measured, "weights": shared.weights_of(module), "seen": watch.seen}
 
 

@@ -35,6 +35,7 @@ from autosplit.integrations.transformers import (
     workload,
 )
 from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.plan.record import with_devices
 
 BOUNDS = {"bert": 1e-9, "gpt": 1e-8}
 """transformers' loss of GPT-2 casts the logits to float32. Two single-process runs differ as much."""
@@ -420,8 +421,8 @@ class TestTuning:
         assert plan.effective_batch_size == 48
         with pytest.raises(DeviceError, match="simulated GPUs"):
             apply(plan, args)
-        here = tuple(replace(device, kind="cpu", label=f"cpu:{device.index}") for device in plan.devices)
-        share = apply(replace(plan, simulated=False, devices=here), args)
+        here = with_devices(plan, lambda index, device: replace(device, kind="cpu", label=f"cpu:{index}"))
+        share = apply(here, args)
         assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (
             plan.batch_size,
             plan.accumulation_steps,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import shared_training as shared
 import torch
+from handmade import changed_layout, changed_plan
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from noted import noted
@@ -77,8 +78,7 @@ class TestShare:
 
     def test_a_plan_for_a_sharded_model_is_refused(self):
         """The batch sizes of such a plan may run out of memory with a whole model on each rank."""
-        plan = shared.shares_plan((7, 1), 20)
-        plan = replace(plan, ddp=replace(plan.ddp, shard_size=2))
+        plan = changed_layout(shared.shares_plan((7, 1), 20), shard_size=2)
         with raises(PlanError, "Pass a plan from autosplit.tune"):
             share_of(plan, Place(0, 2))
 
@@ -112,9 +112,8 @@ class TestShare:
 
     @pytest.mark.parametrize("in_one", [False, True], ids=["two ranks", "two devices"])
     def test_a_last_batch_with_a_sample_too_few_for_a_batchnorm_is_refused(self, in_one):
-        plan = shared.shares_plan((2, 2), 4, in_one=in_one)
-        least = {"region": replace(plan.region, least_share=2)} if in_one else {"ddp": replace(plan.ddp, least_batch=2)}
-        share = share_of(replace(plan, **least), Place(0, 1 if in_one else 2))
+        plan = changed_plan(shared.shares_plan((2, 2), 4, in_one=in_one), least_batch=2)
+        share = share_of(plan, Place(0, 1 if in_one else 2))
         assert len(share.batch_sampler(8)) == 2
         with raises(InputError, "3"):
             share.batch_sampler(7)
@@ -132,7 +131,7 @@ class TestShare:
         plan = shared.shares_plan(tuple(sizes), effective)
         ranks = []
         for rank in range(len(sizes)):
-            share = Share(plan, Place(rank, len(sizes)), tuple(sizes), -(-effective // sum(sizes)), effective)
+            share = share_of(plan, Place(rank, len(sizes)))
             sampler = share.batch_sampler(num_samples, shuffle=True, seed=3, drop_last=drop_last)
             sampler.set_epoch(epoch)
             ranks.append([*sampler])
@@ -165,7 +164,7 @@ class TestFindShare:
         alone, ranks = (
             replace(shared.shares_plan(*job), workload={"parameters": 12}) for job in (((8,), 40), ((7, 1), 20))
         )
-        larger = replace(alone, workload={"parameters": 13}, effective_batch_size=41, accumulation_steps=6)
+        larger = changed_plan(alone, workload={"parameters": 13}, effective_batch_size=41, accumulation_steps=6)
         remembered = [alone, ranks, replace(alone, notes=noted("again")), larger]
         monkeypatch.setattr(
             "autosplit.integrations.process_share.usable_here",
@@ -629,7 +628,7 @@ class TestWeighed:
         plan = shared.shares_plan(tuple(sizes), effective)
         weights: Counter[int] = Counter()
         for rank in range(len(sizes)):
-            share = Share(plan, Place(rank, len(sizes)), tuple(sizes), -(-effective // sum(sizes)), effective)
+            share = share_of(plan, Place(rank, len(sizes)))
             sampler = share.batch_sampler(num_samples)
             step_of = [index for index, step in enumerate(sampler.schedule) for _ in step.micro_batch_sizes]
             batches, begin = [*sampler], where % len(sampler)

@@ -7,21 +7,18 @@ from dataclasses import replace
 
 import pytest
 from fitted_plans import fitted_plan
-from handmade import GIB, made_plan
+from handmade import GIB, changed_layout, changed_plan, made_plan, only_ddp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from noted import noted
 from workloads import char_gpt
 
 from autosplit import tune
 from autosplit.errors import PlanError
-from autosplit.plan import explain as explaining
-from autosplit.plan.explain import with_explanation
 from autosplit.plan.explanation import Bound
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import without_notes
-from autosplit.solve.problem import NO_LIMIT_BYTES
-from autosplit.solve.step_time import Fit, Residual
+from autosplit.plan.resolve import problem_of
+from autosplit.solve.change import NO_LIMIT_BYTES, Change, changed
+from autosplit.solve.step_time import Cost, Residual
 from autosplit.solve.trial import Trial
 from autosplit.text import rate_text
 
@@ -68,7 +65,7 @@ class TestWhatBounds:
         """On a busy machine, an unlimited change promised +18,896%, because the step was shorter than its error."""
         plan = fitted_plan((20, 20), (0.01, 0.01), (20, 20), fixed_ms=100.0, effective=10_000)
         sure, vague = (
-            replace(plan, fit=replace(plan.fit, residuals=(Residual((20, 20), 250, 1.0, predicted_s),)))
+            changed_plan(plan, cost=replace(plan.main.cost, residuals=(Residual((20, 20), 250, 1.0, predicted_s),)))
             for predicted_s in (1.001, 1.1)
         )
         assert max(gain for _, _, gain in limits_of(sure)) > 20
@@ -87,7 +84,7 @@ class TestWhatBounds:
     def test_what_devices_cost_each_other_is_one_thing(self):
         """A step shows its total time, not the cause. All of it was attributed to the gather of a single number."""
         plan = fitted_plan((50, 50), (1.0, 1.0), (1000, 1000))
-        slow = replace(plan, fit=Fit(replace(plan.fit.step_time, contention=1.5, copies_s=(0.0, 0.025))))
+        slow = changed_plan(plan, cost=Cost(replace(plan.main.cost.step_time, contention=1.5, copies_s=(0.0, 0.025))))
         assert bound_of(plan, "overhead") is None
         assert bound_of(slow, "overhead").gain == pytest.approx(2.0)
         assert "no overhead between devices (+100%)" in str(slow.explain())
@@ -113,16 +110,17 @@ class TestWhatBounds:
 
     def test_a_ceiling_of_time_is_no_lack_of_memory(self):
         plan = fitted_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
-        device = replace(plan.devices[0], ceiling=replace(plan.devices[0].ceiling, limited_by="time"))
-        assert limits_of(replace(plan, devices=(device, plan.devices[1]))) == []
+        first, second = plan.main.seats
+        timed = replace(first, ceiling=replace(first.ceiling, limited_by="time"))
+        assert limits_of(changed_plan(plan, seats=(timed, second))) == []
 
     def test_ranks(self):
         # As for device 0: the all-reduce, 50 after a backward of 2/3 of 320, is hidden. Without the bound it is not.
         plan = fitted_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
-        ranks = replace(plan, region=None, fit=replace(plan.fit, all_reduce_s=0.05))
+        ranks = only_ddp(plan, cost=replace(plan.main.cost, all_reduce_s=0.05))
         assert limits_of(ranks) == [("memory", "cuda:0", 4.0)]
         assert ranks.explain().predicted_samples_per_s == pytest.approx(100 / 0.320)
-        waiting = replace(plan, region=None, fit=replace(plan.fit, all_reduce_s=0.640))
+        waiting = only_ddp(plan, cost=replace(plan.main.cost, all_reduce_s=0.640))
         assert bound_of(waiting, "copies").gain == pytest.approx((320 + 640 - 2 / 3 * 320) / 320)
 
 
@@ -168,7 +166,7 @@ class TestWhatElseThereIs:
         """A plan without a requested batch had 1,217 samples, other than its fastest trial. No text explained it."""
         larger = Trial(0, 50, 200, 1, (50, 150), 102.0)
         own = Trial(1, 2, 6, 1, (2, 4), 100.0)
-        plan = replace(made_plan((2, 4), effective=6), samples_per_s=100.0, trials=(larger, own))
+        plan = made_plan((2, 4), effective=6, samples_per_s=100.0, trials=(larger, own))
         said = "6 is the smallest tried batch with 97% of the best throughput (102 samples/s with 200)."
         assert plan.explain().sentences()["knee"] == said
         asked = replace(plan, request={**plan.request, "effective_batch_size": 6})
@@ -179,7 +177,7 @@ class TestWhatElseThereIs:
     @pytest.mark.parametrize(("rate", "fastest"), [(900.0, "balanced"), (1100.0, "ddp")])
     def test_the_faster_of_two(self, rate, fastest):
         plan = fitted_plan((80, 20), (1.0, 4.0), (1000, 1000), samples_per_s=1000.0)
-        plan = replace(plan, ddp=replace(plan.ddp, samples_per_s=rate))
+        plan = changed_layout(plan, samples_per_s=rate)
         assert plan.fastest == plan.explain().fastest == fastest
         said = "BalancedDataParallel is 1.11 times as fast as DDP" if rate < 1000 else "DDP is 1.10 times as fast as"
         assert said in str(plan.explain())
@@ -198,7 +196,7 @@ class TestAdvice:
         residuals = tuple(Residual((50, 50), 1, 1.0, seconds) for seconds in (0.9, 1.02, 1.0))
         trials = tuple(Trial(i, 50, 100, 1, (50, 50), 100.0, share) for i, share in enumerate((0.01, 0.03, 0.02)))
         failed = Trial(3, 60, 100, 1, (60, 40), failure="cuda:0 ran out of memory")
-        plan = replace(plan, fit=replace(plan.fit, residuals=residuals), trials=(*trials, failed))
+        plan = changed_plan(plan, cost=replace(plan.main.cost, residuals=residuals), trials=(*trials, failed))
         quality = plan.explain().fit
         assert (quality.median_share, quality.largest_share) == pytest.approx((0.02, 0.1))
         assert (quality.count, quality.noise_share) == (3, 0.02)
@@ -240,80 +238,17 @@ def test_a_loaded_plan_is_explained_as_the_one_that_was_saved(plan):
     assert Plan.from_json(plan.to_json()).explain() == plan.explain()
 
 
-class TestAnExplanationThatIsKept:
-    """With many devices, explaining takes seconds. A saved plan should show its explanation immediately."""
-
-    @staticmethod
-    def kept(monkeypatch) -> Plan:
-        plan = Plan.from_json(with_explanation(fitted_plan((50, 50), (1, 1), (60, 60))).to_json())
-
-        def fail(_plan):
-            raise AssertionError("it was made again")
-
-        monkeypatch.setattr(explaining, "problem_of", fail)
-        return plan
-
-    def test_it_is_read_from_the_file(self, monkeypatch):
-        fresh = fitted_plan((50, 50), (1, 1), (60, 60)).explain()
-        assert self.kept(monkeypatch).explain() == fresh
-
-    @pytest.mark.parametrize(
-        "changed", [{"samples_per_s": 1.0}, {"ceilings": (60, 60), "max_batch_size": 100}, {"fit": None}]
-    )
-    def test_a_plan_of_other_numbers_is_explained_anew(self, monkeypatch, changed):
-        plan = replace(self.kept(monkeypatch), **changed)
-        with pytest.raises(AssertionError, match="made again"):
-            plan.explain()
-
-    def test_ranks_agree_on_a_plan_that_one_of_them_has_explained(self):
-        """A rank rejected the others' plan, because only the plan of the saving rank had an explanation."""
-        plan = fitted_plan((50, 50), (1, 1), (60, 60))
-        kept = replace(with_explanation(plan), notes=noted("tuned here"))
-        assert without_notes(kept).to_json() == without_notes(plan).to_json()
-
-    @pytest.mark.parametrize(
-        ("old", "new"),
-        [
-            ('"device": "cuda:0"', '"device": "cuda:\\u001b[31m"'),
-            ('"what": "device"', '"what": "moon"'),
-            (
-                '"bounds": [',
-                '"bounds": [' + 9 * '{"what": "copies", "device": null, "samples_per_s": 1, "gain": 1}, ' * 9,
-            ),
-        ],
-    )
-    def test_one_that_was_tampered_with_is_refused(self, old, new):
-        text = with_explanation(fitted_plan((70, 30), (1, 2), (100, 100))).to_json()
-        assert old in text
-        with pytest.raises(PlanError):
-            Plan.from_json(text.replace(old, new))
-
-    @pytest.mark.parametrize(
-        "told",
-        [
-            {"fastest": "balanced", "ddp_samples_per_s": 0.0},  # once raised a division by zero
-            {"samples_per_s": 1e18},
-        ],
-    )
-    def test_one_that_contradicts_its_plan_is_made_anew(self, told):
-        """Its digest is in the plan's file, so anyone who changes the file can change the digest."""
-        plan = with_explanation(fitted_plan((70, 30), (1, 2), (100, 100)))
-        explanation = plan.explained.explanation
-        tampered = replace(plan, explained=replace(plan.explained, explanation=replace(explanation, **told)))
-        again = Plan.from_json(tampered.to_json())
-        assert again.explained != plan.explained
-        assert str(again.explain()) == str(explanation)
-
-
 @pytest.mark.slow
 @given(plans(), st.booleans())
 @settings(max_examples=40)
 def test_without_a_bound_the_rate_is_never_lower(plan, ranks):
     if ranks:
-        plan = replace(plan, region=None)
-    problem = explaining.problem_of(plan)
-    relaxed = [problem.without(overhead) for overhead in ("copies", "gather", "overhead", "update")]
-    relaxed += [problem.faster((index,), 2.0) for index in range(len(plan.split))]
+        plan = only_ddp(plan, cost=plan.main.cost)
+    problem = problem_of(plan, plan.main)
+    count = len(plan.split)
+    changes = [Change(without=overhead) for overhead in ("copies", "gather", "overhead", "update")]
+    changes += [Change(speeds=(*(1.0,) * index, 2.0, *(1.0,) * (count - index - 1))) for index in range(count)]
+    relaxed = [changed(problem, change) for change in changes]
     # The split is the fastest for full forwards, not for the shorter last one.
     assert min(one.best() for one in relaxed) >= 0.98 * problem.best()
     explanation = plan.explain()
@@ -323,8 +258,8 @@ def test_without_a_bound_the_rate_is_never_lower(plan, ranks):
 
 @given(plans(), st.sampled_from([1, GIB, NO_LIMIT_BYTES]), st.integers(0, 2), st.integers(1, 200))
 def test_more_memory_takes_no_split_away(plan, more_bytes, index, batch_size):
-    problem = explaining.problem_of(plan)
-    more = problem.with_memory(index % len(plan.split), more_bytes)
+    problem, count = problem_of(plan, plan.main), len(plan.split)
+    more = changed(problem, Change(more_bytes=tuple(more_bytes * (place == index % count) for place in range(count))))
     assert more.region.largest_batch >= problem.region.largest_batch
     before, after = problem.region.gpu0_bounds(batch_size), more.region.gpu0_bounds(batch_size)
     if before is not None:
@@ -340,10 +275,7 @@ NUMBERS = st.sampled_from([0, 1, -1, 2**63 - 1, 2**62, 0.0, 1e-300, 1e300, None,
 @given(st.data())
 def test_a_plan_with_anything_changed_is_explained_or_refused(data):
     plain = json.loads(json.dumps(PLAIN))
-    node, key = (
-        plain,
-        data.draw(st.sampled_from(["region", "fit", "effective_batch_sizes", "max_batch_size", "devices"])),
-    )
+    node, key = plain, data.draw(st.sampled_from(["layouts", "effective_batch_sizes", "max_batch_size"]))
     while isinstance(node[key], (dict, list)) and node[key] and data.draw(st.integers(0, 4)):
         node = node[key]
         key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))

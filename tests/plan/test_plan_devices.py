@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from handmade import on_devices
 from plans import make_plan, plan_device
 from raised import raises
 from torch import nn
@@ -12,13 +13,12 @@ from torch import nn
 from autosplit.devices import accelerator
 from autosplit.errors import DeviceError, InputError
 from autosplit.probe.check_result import Check
-from autosplit.solve.memory import MemoryFit, Region
 
 PLAN = make_plan()
 
 
 def test_a_last_batch_that_batchnorms_do_not_train_on_is_refused_before_training():
-    norms = replace(PLAN, region=Region(MemoryFit(0, 0), 1, 8, (8,), 16, least_share=2))
+    norms = make_plan(least_batch=2)
     with raises(InputError, "1", "2"):
         norms.batch_sampler(2 * PLAN.effective_batch_size + 1)
     norms.batch_sampler(2 * PLAN.effective_batch_size + 1, drop_last=True)
@@ -27,9 +27,9 @@ def test_a_last_batch_that_batchnorms_do_not_train_on_is_refused_before_training
 
 def test_its_cards_are_found_wherever_they_stand_now(monkeypatch):
     """CUDA_VISIBLE_DEVICES=1,0 exchanged the splits of the GPUs."""
-    large = plan_device(0, 2, kind="cuda", label="cuda:0", name="RTX 3090", uuid="GPU-a")
-    small = plan_device(1, 4, kind="cuda", label="cuda:1", name="RTX 2080 Ti", uuid="GPU-b")
-    plan = make_plan(devices=(large, small))
+    large = plan_device(0, kind="cuda", label="cuda:0", name="RTX 3090", uuid="GPU-a")
+    small = plan_device(1, kind="cuda", label="cuda:1", name="RTX 2080 Ti", uuid="GPU-b")
+    plan = on_devices(make_plan(), large, small)
     seen = [accelerator.Visible("RTX 2080 Ti", "GPU-b"), accelerator.Visible("RTX 3090", "GPU-a")]
     monkeypatch.setattr(accelerator, "visible_devices", lambda kind: seen)
     assert plan.devices_here() == (torch.device("cuda:1"), torch.device("cuda:0"))

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from handmade import made_plan
+from handmade import changed_seats, made_plan
 from noted import noted
 
 from autosplit.cli.main import main
@@ -20,16 +20,16 @@ PRIVATE = f"/home/ann/x of GPU-{UUID}, pid 4711, redis://:secret@host"
 
 def private_plan() -> Plan:
     plan = made_plan((100, 156))
-    ceiling = replace(plan.devices[0].ceiling, notes=noted(PRIVATE))
-    return replace(
+    plan = changed_seats(
         plan,
-        devices=tuple(
-            replace(device, uuid=f"GPU-odd_{i}", driver="580", ceiling=ceiling) for i, device in enumerate(plan.devices)
+        lambda place, seat: replace(
+            seat,
+            device=replace(seat.device, uuid=f"GPU-odd_{place}", driver="580"),
+            ceiling=replace(seat.ceiling, notes=noted(PRIVATE)),
         ),
-        trials=(*plan.trials[:1], replace(plan.trials[1], failure=PRIVATE)),
-        ddp=replace(plan.ddp, ranks=tuple(replace(rank, ceiling=ceiling) for rank in plan.ddp.ranks)),
-        notes=noted(PRIVATE, "cuda:0 is GPU-odd_1"),
     )
+    trials = (*plan.trials[:1], replace(plan.trials[1], failure=PRIVATE))
+    return replace(plan, trials=trials, notes=noted(PRIVATE, "cuda:0 is GPU-odd_1"))
 
 
 def assert_shared(text: str) -> None:

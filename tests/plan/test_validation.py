@@ -6,18 +6,18 @@ import json
 from dataclasses import replace
 
 import pytest
-from handmade import made_plan
+from handmade import changed_plan, made_plan, on_devices
 
 from autosplit.errors import PlanError
+from autosplit.plan.layout import MOST_DEVICES, MOST_FORWARDS
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import MOST_DEVICES, MOST_FORWARDS
 from autosplit.plan.validation import DEEPEST, LARGEST, unsound_part
-from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
+from autosplit.solve.step_time import Cost, Residual, StepTime, TimeCurve
 from autosplit.solve.trial import Trial
 
 CURVES = (TimeCurve(((1, 0.1), (2, 0.2))),) * 2
 TIMES = StepTime(CURVES, (0.0, 0.1), (0.0, 0.1), 0.1, adds_up=False)
-PLAN = made_plan((100, 156), fit=Fit(TIMES, 0.1, (Residual((100, 156), 2, 0.1, 0.1),)))
+PLAN = made_plan((100, 156), cost=Cost(TIMES, 0.1, (Residual((100, 156), 2, 0.1, 0.1),)))
 
 
 def nested(levels: int) -> dict[str, object]:
@@ -28,15 +28,11 @@ def nested(levels: int) -> dict[str, object]:
 
 
 def with_device(**changes) -> Plan:
-    return replace(PLAN, devices=(replace(PLAN.devices[0], **changes), *PLAN.devices[1:]))
-
-
-def with_rank(**changes) -> Plan:
-    return replace(PLAN, ddp=replace(PLAN.ddp, ranks=(replace(PLAN.ddp.ranks[0], **changes), *PLAN.ddp.ranks[1:])))
+    return on_devices(PLAN, replace(PLAN.devices[0], **changes), *PLAN.devices[1:])
 
 
 def with_times(**changes) -> Plan:
-    return replace(PLAN, fit=replace(PLAN.fit, step_time=replace(TIMES, **changes)))
+    return changed_plan(PLAN, cost=replace(PLAN.main.cost, step_time=replace(TIMES, **changes)))
 
 
 def test_a_sound_plan():
@@ -47,21 +43,17 @@ def test_a_sound_plan():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (with_device(share=7), "a device's share is 7, but the split has 100"),
         (with_device(memory_bytes=10), "a device's capacity is .* bytes, more than its memory of 10"),
-        (replace(PLAN, even_samples_per_s=0.0), r"`float` > 0.0 - at `\$.even_samples_per_s`"),
+        (changed_plan(PLAN, even_samples_per_s=0.0), r"`float` > 0.0 - at `\$.layouts\[.\].even_samples_per_s`"),
         (replace(PLAN, machine=nested(DEEPEST)), "machine is nested over"),
-        (replace(PLAN, ddp=replace(PLAN.ddp, samples_per_s=0.0)), "ddp.samples_per_s is 0.0"),
-        (with_rank(batch_size=201), "a rank has 201 samples, more than its ceiling of 200"),
-        (
-            replace(PLAN, ddp=replace(PLAN.ddp, ranks=tuple(replace(r, batch_size=0) for r in PLAN.ddp.ranks))),
-            "no rank",
-        ),
         (replace(PLAN, trials=(Trial(0, 1, 9, 1, (1, 1), 1.0),)), "batch_size is 9, but its split adds up to 2"),
-        (with_times(copies_s=(0.0,)), r"fit has \[1, 2\] entries, but there are 2 devices"),
-        (replace(PLAN, fit=Fit(TIMES, 0.1, (Residual((1,), 1, 0.1, 0.1),))), "a residual is not for 2 devices"),
-        (made_plan((1, 1), effective=4 * MOST_FORWARDS), r"`int` <= 1048576 - at `\$.accumulation_steps`"),
-        (made_plan((1,) * (MOST_DEVICES + 1)), rf"`array` of length <= {MOST_DEVICES} - at `.\.devices`"),
+        (with_times(copies_s=(0.0,)), r"cost has \[1, 2\] entries, but there are 2 devices"),
+        (changed_plan(PLAN, cost=Cost(TIMES, 0.1, (Residual((1,), 1, 0.1, 0.1),))), "a residual is not for 2 devices"),
+        (
+            made_plan((1, 1), effective=4 * MOST_FORWARDS),
+            r"`int` <= 1048576 - at `\$.layouts\[.\].accumulation_steps`",
+        ),
+        (made_plan((1,) * (MOST_DEVICES + 1)), rf"`array` of length <= {MOST_DEVICES} - at `.\.layouts\[.\].seats`"),
     ],
 )
 def test_an_unsound_plan_is_refused(plan, message):
@@ -82,7 +74,7 @@ def refuse(plan: Plan) -> None:
 
 def test_simulated_and_real_devices_do_not_mix():
     plan = made_plan((100, 156), kind="sim")
-    mixed = replace(plan, devices=(plan.devices[0], replace(plan.devices[1], kind="cuda")))
+    mixed = on_devices(plan, plan.devices[0], replace(plan.devices[1], kind="cuda"))
     with pytest.raises(PlanError, match="its devices are cuda and sim"):
         Plan.from_json(mixed.to_json())
 
@@ -93,7 +85,7 @@ def test_simulated_and_real_devices_do_not_mix():
         ("real_steps", LARGEST, r"real_steps is 4611686018427387904. Expected a number from 0 to less than 2\^62"),
         ("real_steps", -1, "real_steps is -1. Expected"),
         ("real_steps", 10**400, "is not a plan"),
-        ("samples_per_s", 1e300, r"samples_per_s is 1e\+300. Expected"),
+        ("loader_samples_per_s", 1e300, r"loader_samples_per_s is 1e\+300. Expected"),
     ],
 )
 def test_a_number_that_no_plan_has_is_refused(name, value, message):
@@ -104,8 +96,8 @@ def test_a_number_that_no_plan_has_is_refused(name, value, message):
 def test_escape_sequences_of_a_file_do_not_reach_the_terminal():
     """The kind of a device was printed unescaped in the traceback."""
     plan = json.loads(PLAN.to_json())
-    plan["simulated"] = True
-    plan["devices"][0]["kind"], plan["devices"][1]["kind"] = "sim", "\x1b[31mcpu\x1b[0m\u202e"
+    for layout in plan["layouts"]:
+        layout["seats"][1]["device"]["kind"] = "\x1b[31mcpu\x1b[0m\u202e"
     with pytest.raises(PlanError, match=r"\\x1b\[31mcpu") as caught:
         Plan.from_json(json.dumps(plan))
     assert str(caught.value).isprintable()

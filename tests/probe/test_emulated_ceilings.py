@@ -205,7 +205,7 @@ class TestMemoryOfTheHost:
         plan = tune(workload, devices=SPEC, n_trials=1, profile="off", reserve=0)
         assert plan.real_ooms == 0
         assert [note.kind for note in plan.notes if "memory" in note.kind] == ["integrated-memory"]
-        assert plan.devices[0].peak_bytes <= HOST_SHARE * host_bytes
+        assert plan.main.seats[0].peak_bytes <= HOST_SHARE * host_bytes
 
 
 def test_they_are_near_where_segments_are_rounded_and_engines_are_tried():

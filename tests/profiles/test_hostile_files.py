@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from handmade import GIB, made_plan
+from handmade import GIB, made_plan, made_ranks
 from harmless import assert_harmless
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
@@ -26,11 +26,12 @@ from autosplit import tune
 from autosplit.cli.main import main
 from autosplit.errors import PlanError
 from autosplit.plan.plan import Plan
+from autosplit.plan.record import with_layouts
 from autosplit.probe.check_result import Check
 from autosplit.profiles import store as profiles
 from autosplit.profiles.key import ProfileKey
 from autosplit.solve.memory import MemoryFit, Region
-from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
+from autosplit.solve.step_time import Cost, Residual, StepTime, TimeCurve
 
 KEY = "0123456789abcdef"
 MACHINE = {"devices": [{"kind": "sim", "name": "RTX3090", "count": 2}], "torch": "2.13", "cuda": None}
@@ -49,7 +50,7 @@ def full_plan() -> Plan:
         (3, 4),
         kind="sim",
         effective=7,
-        fit=Fit(step_time, 0.001, (residual,)),
+        cost=Cost(step_time, 0.001, (residual,)),
         region=region,
         effective_batch_sizes=(7, 7),
         max_batch_size=600,
@@ -64,6 +65,12 @@ def full_plan() -> Plan:
 PLAN = full_plan()
 TEXT = PLAN.to_json()
 PLAIN = PLAN.to_dict()
+OLD = {
+    **json.loads((Path(__file__).parents[1] / "plan_of_version_2.json").read_text(encoding="utf-8")),
+    "machine": MACHINE,
+    "workload": WORKLOAD,
+}
+"""A plan with schema_version 2, which `Plan.from_json` converts."""
 
 
 # Hostile files
@@ -100,7 +107,7 @@ def flipped(draw) -> bytes:
 @st.composite
 def changed(draw) -> bytes:
     """Replace or remove values in a plan, at any depth. Sometimes the same number replaces many values."""
-    plain: Any = json.loads(TEXT)
+    plain: Any = copy.deepcopy(draw(st.sampled_from([PLAIN, OLD])))
     for _ in range(draw(st.integers(1, 3))):
         node, key = plain, draw(st.sampled_from(sorted(plain)))
         while isinstance(node[key], (dict, list)) and node[key] and draw(st.integers(0, 3)):
@@ -145,17 +152,16 @@ def grown_plan(draw) -> Plan:
     sizes = draw(st.sampled_from([None, (1, 10**17), (plan.effective_batch_size,) * 2]))
     if sizes is not None and not sizes[0] <= plan.effective_batch_size <= sizes[1]:
         sizes = None
-    ranks = tuple(replace(rank, batch_size=share, accumulation_steps=forwards) for rank in plan.ddp.ranks)
-    return replace(
-        plan,
-        fit=Fit(times, draw(st.sampled_from([0.0, 1e18]))),
+    cost, rates = Cost(times, draw(st.sampled_from([0.0, 1e18]))), st.sampled_from([5e-324, 1.0, 1e18])
+    main = replace(
+        plan.main,
+        cost=cost,
         region=draw(st.sampled_from([None, region])),
-        effective_batch_sizes=sizes,
-        trials=(),
-        ddp=replace(plan.ddp, ranks=ranks, samples_per_s=draw(st.sampled_from([5e-324, 1.0, 1e18]))),
-        samples_per_s=draw(st.sampled_from([5e-324, 1.0, 1e18])),
+        samples_per_s=draw(rates),
         even_samples_per_s=draw(st.sampled_from([None, 5e-324, 1e18])),
     )
+    ranks = made_ranks(plan.devices, plan.split, plan.effective_batch_size, cost=cost, samples_per_s=draw(rates))
+    return with_layouts(replace(plan, effective_batch_sizes=sizes, trials=()), main, ranks)
 
 
 def versioned(version: object) -> bytes:
@@ -175,14 +181,16 @@ OTHERS = st.sampled_from(
         TEXT.encode("utf-16"),
         TEXT.encode().replace("“".encode(), b"\xff"),
         TEXT.replace("a sentence", "\\ud800").encode(),
-        TEXT.replace('"gpu0_bsz": 3', '"gpu0_bsz": 7, "gpu0_bsz": 3').encode(),
-        TEXT.replace('"gpu0_bsz": 3', '"gpu0_bsz": 3, "gpu0_bsz": 7').encode(),
+        TEXT.replace('"samples": 3', '"samples": 7, "samples": 3').encode(),
+        TEXT.replace('"samples": 3', '"samples": 3, "samples": 7').encode(),
+        json.dumps(OLD).encode(),
         b"[" * 100_000,
         b'{"schema_version": 1, "machine": ' + b'{"a":' * 100_000,
         b'{"schema_version": 2, "machine": ' + b'{"a":' * 100_000,
+        b'{"schema_version": 3, "machine": ' + b'{"a":' * 100_000,
         *(nested(levels) for levels in (20, 40, 900, 5000)),
         *(nested(levels, '{"a":', "}") for levels in (20, 40, 900)),
-        *(versioned(version) for version in (-1, 0, 1, 3, 99, 2**40, 2**70, "1", None, 1.5, True, [1])),
+        *(versioned(version) for version in (-1, 0, 1, 2, 4, 99, 2**40, 2**70, "1", None, 1.5, True, [1])),
         b" " * (profiles.MAX_FILE_BYTES + 1),
         TEXT.encode() + b" " * 10_000,
         TEXT.encode() * 2,

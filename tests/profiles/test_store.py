@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from handmade import changed_seats
 from plans import MIB, make_plan, simulated_plan
 from raised import raises
 from saved_profiles import saved_profiles
@@ -21,6 +22,8 @@ from autosplit import Workload
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import ProfileError
+from autosplit.plan.layout import Seat
+from autosplit.plan.record import with_devices
 from autosplit.profiles import store as profiles
 from autosplit.profiles.key import ProfileKey, machine_of, workload_of
 from autosplit.profiles.store import find, store
@@ -460,11 +463,12 @@ class TestWhatHasChanged:
         def gpus(uuid: str, driver: str) -> tuple[Device, ...]:
             return tuple(Device("cuda", i, "A100", GIB, uuid=f"{uuid}{i}", driver=driver) for i in (0, 1))
 
-        planned = tuple(
-            replace(device, kind="cuda", uuid=gpu.uuid, driver=gpu.driver, peak_bytes=MIB)
-            for device, gpu in zip(PLAN.devices, gpus("GPU-a", "570"), strict=True)
-        )
-        plan = replace(PLAN, devices=planned)
+        def planned(index: int, seat: Seat) -> Seat:
+            gpu = gpus("GPU-a", "570")[index]
+            device = replace(seat.device, kind="cuda", uuid=gpu.uuid, driver=gpu.driver)
+            return replace(seat, device=device, peak_bytes=MIB)
+
+        plan = changed_seats(PLAN, planned)
         assert differing_facts(plan, gpus("GPU-a", "570"), (70 * MIB,) * 2) == ()
         assert differing_facts(plan, gpus("GPU-b", "580"), (70 * MIB,) * 2) == (
             "tuned on other GPUs of the same model (cuda:0, cuda:1)",
@@ -475,8 +479,9 @@ class TestWhatHasChanged:
     def test_what_is_free_has_to_hold_the_process_too(self, free_mib, in_use, tight, monkeypatch):
         """The process's context takes some of the free memory. A plan at its limit was reused and ran out of memory."""
         monkeypatch.setattr("torch.cuda.memory_stats", lambda _index: {"allocation.all.allocated": in_use})
-        ceiling = replace(PLAN.devices[0].ceiling, capacity_bytes=58 * MIB)  # of 64 MiB, 6 of them for the context
-        planned = tuple(replace(one, kind="cuda", ceiling=ceiling, peak_bytes=58 * MIB) for one in PLAN.devices)
-        plan, gpus = replace(PLAN, devices=planned), tuple(Device("cuda", i, "A100", GIB) for i in (0, 1))
+        ceiling = replace(PLAN.main.seats[0].ceiling, capacity_bytes=58 * MIB)  # of 64 MiB, 6 of them for the context
+        plan = with_devices(PLAN, lambda _, device: replace(device, kind="cuda"))
+        plan = changed_seats(plan, lambda _, seat: replace(seat, ceiling=ceiling, peak_bytes=58 * MIB))
+        gpus = tuple(Device("cuda", i, "A100", GIB) for i in (0, 1))
         said = ("tuned with more free memory (cuda:1)",) if tight else ()
         assert differing_facts(plan, gpus, (64 * MIB, free_mib * MIB)) == said

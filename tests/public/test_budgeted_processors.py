@@ -87,15 +87,16 @@ def plan(request) -> autosplit.Plan:
 
 def with_room(plan: autosplit.Plan, room_bytes: int) -> autosplit.Plan:
     """Return the plan with larger budgets."""
-    larger = [replace(device, capacity_bytes=device.capacity_bytes + room_bytes) for device in plan.devices]
-    return replace(plan, devices=tuple(larger))
+    devices = (replace(one, capacity_bytes=one.capacity_bytes + room_bytes) for one in plan.devices)
+    pairs = zip(plan.main.seats, devices, strict=True)
+    return replace(plan, layouts=(replace(plan.main, seats=tuple(replace(seat, device=one) for seat, one in pairs)),))
 
 
 class TestPlans:
     def test_ran_real_steps_within_the_budgets(self, plan):
         assert plan.real_steps > 0
         assert not plan.simulated
-        assert all(device.peak_bytes <= device.capacity_bytes for device in plan.devices)
+        assert all(seat.peak_bytes <= seat.device.capacity_bytes for seat in plan.main.seats)
 
     def test_adds_up(self, plan):
         assert sum(plan.split) == plan.batch_size

@@ -171,7 +171,7 @@ def with_chosen_samples(how: str) -> str | list[int]:
         chosen = range(30) if how == "the same samples" else (range(28), range(28, 32))[ctx.rank]
         loader = DataLoader(
             TensorDataset(INPUTS, LABELS, torch.arange(NUM_SAMPLES)),
-            ctx.settings.batch_size,
+            ctx.seat.samples,
             sampler=SubsetRandomSampler(chosen),
         )
         try:
@@ -344,7 +344,7 @@ def with_own_sampler(batch_size: int | None) -> Any:
     with job() as ctx:
         ctx.wrap(Net())
         data = TensorDataset(INPUTS, LABELS)
-        size = batch_size or ctx.settings.batch_size
+        size = batch_size or ctx.seat.samples
         try:
             next(iter(ctx.steps(DataLoader(data, batch_size=size, sampler=DistributedSampler(data)))))
         except InputError as error:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,10 @@ NUMBERS = (10**400, -(10**30), -1, 2**63, 1e300, float("inf"), float("nan"), Tru
 def filled(plan: Plan) -> dict[str, Any]:
     """Return a plan's JSON with a text in each place that can have one."""
     plain = plan.to_dict()
-    ceiling = plain["devices"][0]["ceiling"]
-    plain["devices"][0] |= {"uuid": "GPU-1", "driver": "550.1", "rates": "published", "attention": ["flash"]}
-    ceiling["notes"] = [{"kind": "process-lost", "text": "a note"}]
+    for layout in plain["layouts"]:
+        seat = layout["seats"][0]
+        seat["device"] |= {"uuid": "GPU-1", "driver": "550.1", "rates": "published", "attention": ["flash"]}
+        seat["ceiling"]["notes"] = [{"kind": "process-lost", "text": "a note"}]
     return plain | {
         "machine": {"devices": [{"kind": "cuda", "name": "a GPU", "count": 2}], "torch": "2.6", "cuda": "12.4"},
         "workload": {"model": "Net", "parameters": 10, "optimizer": "0a", "loss_scope": "sample", "precision": None},
@@ -70,7 +72,9 @@ def filled(plan: Plan) -> dict[str, Any]:
     }
 
 
-PLAIN = filled(make_plan((8, 8), 16, device="cuda:{}", capacity_bytes=1 << 30))
+RANKS = make_plan((8, 8), 16, device="cuda:{}", capacity_bytes=1 << 30)
+PLAIN = filled(replace(RANKS, layouts=(replace(RANKS.main, strategy="balanced"), RANKS.main)))
+SEAT = ("layouts", 0, "seats", 0)
 
 
 def leaves(value: Any, kind: type | tuple[type, ...], place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -192,8 +196,9 @@ def test_names_that_mean_something_to_yaml_stay_texts(folder):
     """SkyPilot's file could not be parsed, and a TrainJob got a line of the plan."""
     for name in ("A100: 2", "on", "#x", "&a", "!!int", "a'b\"c", "\U0001f600", "1e3", "~", "- x", "{", "x: |"):
         plain = copy.deepcopy(PLAIN)
-        for device in plain["devices"]:
-            device["name"] = name
+        for layout in plain["layouts"]:
+            for seat in layout["seats"]:
+                seat["device"]["name"] = name
         plan = loaded(plain)
         assert plan is not None
         assert_harmless(plan, folder)
@@ -205,10 +210,11 @@ def test_names_that_mean_something_to_yaml_stay_texts(folder):
         (("precision",), "fp8"),
         (("loss_reduction",), "max"),
         (("called_with",), "call"),
-        (("devices", 0, "kind"), "cuda/x"),
-        (("devices", 0, "attention"), ["slow"]),
-        (("devices", 0, "ceiling", "role"), "boss"),
-        (("devices", 0, "ceiling", "limited_by"), "luck"),
+        (("layouts", 0, "strategy"), "fsdp"),
+        ((*SEAT, "device", "kind"), "cuda/x"),
+        ((*SEAT, "device", "attention"), ["slow"]),
+        ((*SEAT, "ceiling", "role"), "boss"),
+        ((*SEAT, "ceiling", "limited_by"), "luck"),
         (("checks", 0, "reduce"), "words"),
         (("request", "strategy"), "fsdp"),
         (("workload", "precision"), "fp8"),
@@ -262,7 +268,7 @@ def test_no_text_of_a_plan_reaches_the_terminal_or_a_page(of, tmp_path, monkeypa
         text = evil + "\n\t" if place[-1] in ("text", "failure", "advice", "remark", "reason") else evil
         hostile = changed(plain, place, text)
         plain = hostile if loaded(hostile) is not None else plain
-    assert evil in plain["devices"][0]["name"]
+    assert evil in plain["layouts"][0]["seats"][0]["device"]["name"]
     made = tmp_path / "made"
     made.mkdir()
     (made / "plan.json").write_text(json.dumps(plain))

@@ -6,17 +6,20 @@ import json
 import math
 import os
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
 from error_types import DeviceError, InputError, PlanError
-from plans import MIB, make_plan, plan_device, simulated_plan
+from plans import MIB, make_plan, plan_seat, simulated_plan
 from raised import raises
 from torch import nn
 
 from autosplit import OutOfMemoryError, Plan
 
 PLAN = make_plan()
+OLD = json.loads((Path(__file__).parents[1] / "plan_of_version_2.json").read_text(encoding="utf-8"))
+"""A plan that autosplit 1.0 saved, with schema_version 2."""
 
 
 class TestJson:
@@ -27,20 +30,20 @@ class TestJson:
     def test_keys_are_the_attributes_names(self):
         plain = PLAN.to_dict()
         assert set(plain) == {field.name for field in fields(Plan)}
-        assert plain["schema_version"] == 2
-        assert plain["ddp"]["ranks"][1]["batch_size"] == PLAN.ddp.ranks[1].batch_size
+        assert plain["schema_version"] == 3
+        assert plain["layouts"][1]["seats"][1]["samples"] == PLAN.ddp.split[1]
 
     def test_tuples_become_lists(self):
         plain = PLAN.to_dict()
-        assert plain["split"] == [2, 4]
+        assert [seat["samples"] for seat in plain["layouts"][0]["seats"]] == [2, 4]
         assert plain["trials"][0]["split"] == [2, 4]
         assert json.loads(PLAN.to_json()) == plain
 
     def test_a_plan_of_before_its_memory_was_told_apart_is_read(self):
-        plain = PLAN.to_dict()
-        for device in plain["devices"]:
+        old = {**OLD, "devices": [{**device} for device in OLD["devices"]]}
+        for device in old["devices"]:
             del device["memory"]
-        assert all(device.memory is None for device in Plan.from_json(json.dumps(plain)).devices)
+        assert all(seat.memory is None for seat in Plan.from_json(json.dumps(old)).main.seats)
 
     def test_keys_that_a_later_version_adds_are_let_through(self):
         assert Plan.from_json(json.dumps({**PLAN.to_dict(), "colour": "red"})) == PLAN
@@ -50,27 +53,28 @@ class TestWhatIsNoPlan:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"split": ()}, "split"),
-            ({"split": (0, 0), "gpu0_bsz": 0, "batch_size": 0}, "split"),
-            ({"split": (-1, 7), "gpu0_bsz": -1}, "split"),
-            ({"gpu0_bsz": 3}, "gpu0_bsz is 3. Expected split"),
-            ({"batch_size": 7}, "batch_size is 7. Expected the split's sum, 6"),
+            ({"seats": ()}, "split"),
+            ({"seats": (plan_seat(0, 0), plan_seat(1, 0))}, "split"),
+            ({"seats": (plan_seat(0, -1), plan_seat(1, 7))}, "split"),
             ({"effective_batch_size": 0}, "effective_batch_size is 0"),
             ({"accumulation_steps": 2}, "accumulation_steps is 2. Expected ceil"),
-            ({"devices": (plan_device(0, 2),)}, "devices"),
-            ({"ceilings": (5,)}, "ceilings"),
-            ({"ceilings": (5, 3)}, "split is .* within the ceilings"),
+            ({"seats": (plan_seat(0, 6),)}, "layouts"),
+            (
+                {"seats": (plan_seat(0, 2), plan_seat(1, 65)), "accumulation_steps": 1},
+                "split is .* within the ceilings",
+            ),
             ({"samples_per_s": 0.0}, "samples_per_s is 0.0"),
             ({"samples_per_s": math.nan}, "samples_per_s is nan"),
             ({"samples_per_s": math.inf}, "samples_per_s is inf"),
-            ({"simulated": True}, "simulated is True. Expected False"),
             ({"loss_reduction": "max"}, "loss_reduction is 'max'"),
-            ({"ddp": replace(PLAN.ddp, ranks=PLAN.ddp.ranks[:1])}, "ddp"),
-            ({"ddp": replace(PLAN.ddp, ranks=PLAN.ddp.ranks[::-1])}, "ddp"),
+            ({"layouts": ()}, "layouts"),
+            ({"layouts": (PLAN.main, PLAN.main)}, "layouts"),
+            ({"layouts": (PLAN.main, replace(PLAN.ddp, seats=PLAN.ddp.seats[::-1]))}, "layouts"),
+            ({"layouts": (PLAN.main, replace(PLAN.ddp, seats=PLAN.ddp.seats[:1], accumulation_steps=8))}, "layouts"),
             ({"real_steps": -1}, "real_steps is -1"),
-            ({"devices": (plan_device(0, 2), plan_device(1, 4, peak_bytes=-1))}, "peak_bytes is -1"),
+            ({"seats": (plan_seat(0, 2), replace(plan_seat(1, 4), peak_bytes=-1))}, "peak_bytes is -1"),
             ({"batch_dim": -1}, "batch_dim is -1"),
-            ({"schema_version": 3}, "schema_version is 3. Expected 2"),
+            ({"schema_version": 2}, "schema_version is 2. Expected 3"),
         ],
     )
     def test_is_refused_with_what_was_expected(self, changes, message):
@@ -93,8 +97,10 @@ class TestWhatIsNoPlan:
             b'{"schema_version": NaN}',
             b"[" * 100_000,
             b'{"schema_version": 2}',
+            b'{"schema_version": 3}',
             b'{"schema_version": 1, "machine": ' + b'{"a":' * 100_000,
             b'{"schema_version": 2, "machine": ' + b'{"a":' * 100_000,
+            b'{"schema_version": 3, "machine": ' + b'{"a":' * 100_000,
         ],
     )
     def test_text_that_is_none(self, text):
@@ -111,16 +117,40 @@ class TestWhatIsNoPlan:
         assert str(PLAN) in lines[1]
 
     def test_a_file_of_version_1_has_notes_without_kinds(self):
-        plain = {**PLAN.to_dict(), "schema_version": 1, "notes": ["a note"]}
-        plain["devices"][0]["ceiling"]["notes"] = ["a note on a ceiling"]
-        plan = Plan.from_json(json.dumps(plain))
-        notes = (*plan.notes, *plan.devices[0].ceiling.notes)
+        first, *others = OLD["devices"]
+        first = {**first, "ceiling": {**first["ceiling"], "notes": ["a note on a ceiling"]}}
+        old = {**OLD, "schema_version": 1, "notes": ["a note"], "devices": [first, *others]}
+        plan = Plan.from_json(json.dumps(old))
+        notes = (*plan.notes, *plan.main.seats[0].ceiling.notes)
         assert [(note.kind, note.text) for note in notes] == [("note", "a note"), ("note", "a note on a ceiling")]
-        assert (plan.split, plan.schema_version) == (PLAN.split, 2)
+        assert (plan.split, plan.schema_version) == (tuple(OLD["split"]), 3)
+
+    def test_a_file_of_version_2_is_converted(self):
+        plan = Plan.from_json(json.dumps(OLD))
+        ranks = OLD["ddp"]["ranks"]
+        assert (plan.split, plan.ceilings) == (tuple(OLD["split"]), tuple(OLD["ceilings"]))
+        assert plan.ddp.split == tuple(rank["batch_size"] for rank in ranks)
+        assert plan.ddp.ceilings == tuple(rank["ceiling"]["batch_size"] for rank in ranks)
+        assert plan.ddp.peak_bytes == tuple(rank["peak_bytes"] for rank in ranks)
+        for layout, old in ((plan.main, OLD), (plan.ddp, OLD["ddp"])):
+            assert layout.samples_per_s == old["samples_per_s"]
+            assert layout.effective_batch_size == old["effective_batch_size"]
+        assert plan.accumulation_steps == OLD["accumulation_steps"]
+        assert plan.main.peak_bytes == tuple(device["peak_bytes"] for device in OLD["devices"])
+        assert (plan.main.region, plan.main.cost, plan.ddp.cost) != (None, None, None)
+        assert str(plan.explain())
+        assert json.loads(plan.to_json())["schema_version"] == 3
+        assert Plan.from_json(plan.to_json()) == plan
+
+    def test_ranks_of_version_2_with_different_accumulation_steps_are_refused(self):
+        first, *others = OLD["ddp"]["ranks"]
+        ranks = [{**first, "accumulation_steps": first["accumulation_steps"] + 1}, *others]
+        with raises(PlanError, "accumulation steps", "2"):
+            Plan.from_json(json.dumps({**OLD, "ddp": {**OLD["ddp"], "ranks": ranks}}))
 
     def test_another_version_is_named(self):
         text = json.dumps({**PLAN.to_dict(), "schema_version": 99})
-        with raises(PlanError, "99", "2"):
+        with raises(PlanError, "99", "3"):
             Plan.from_json(text)
 
 
@@ -131,6 +161,8 @@ def test_a_plan_has_few_public_methods():
         *("wrap", "steps", "batch_sampler", "token_sampler", "max_tokens", "loader", "budgets", "devices_here"),
         *("explain", "fastest", "compare_with", "goodput", "plot", "export"),
         *("path", "save", "load", "to_dict", "to_json", "from_json"),
+        *("recommended", "balanced", "ddp", "main", "split", "gpu0_bsz", "batch_size", "accumulation_steps"),
+        *("effective_batch_size", "samples_per_s", "even_samples_per_s", "ceilings", "devices", "simulated"),
     }
 
 
@@ -212,7 +244,7 @@ class TestDownToTheWrappers:
     @pytest.mark.smoke
     @pytest.mark.parametrize("split", [(2, 4), (0, 6), (5, 1)])
     def test_the_wrapped_model_has_the_gradients_of_the_plain_one(self, split):
-        plan = make_plan(split=split, gpu0_bsz=split[0], ceilings=(6, 6))
+        plan = make_plan(seats=tuple(map(plan_seat, range(2), split)))
         inputs, targets = torch.randn(6, 4).double(), torch.randn(6, 1).double()
         plain, wrapped = model_of(), plan.wrap(model_of())
         nn.functional.mse_loss(plain(inputs), targets).backward()
@@ -255,7 +287,7 @@ class TestDownToTheWrappers:
 
 class TestBudgets:
     def test_holds_the_plans_devices_to_their_capacity(self):
-        plan = make_plan(devices=(plan_device(0, 2), plan_device(1, 4, capacity_bytes=MIB)))
+        plan = make_plan(seats=(plan_seat(0, 2), plan_seat(1, 4, capacity_bytes=MIB)))
         model, inputs = nn.Linear(1000, 1000), torch.randn(6, 1000)
         with pytest.raises(OutOfMemoryError, match="cpu:1"), plan.budgets():
             plan.wrap(model)(inputs)
@@ -268,7 +300,7 @@ class TestBudgets:
         assert all(peak > 0 for peak in tracker.peak_bytes)
 
     def test_devices_without_budgets_have_none(self):
-        plan = make_plan(devices=(plan_device(0, 2, budgeted=False, label="cpu"), plan_device(1, 4)))
+        plan = make_plan(seats=(plan_seat(0, 2, budgeted=False, label="cpu"), plan_seat(1, 4)))
         with raises(DeviceError), plan.budgets():
             pass
 

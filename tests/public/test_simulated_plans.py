@@ -55,9 +55,9 @@ class TestEveryPlan:
         assert all(size <= ceiling for size, ceiling in zip(plan.split, plan.ceilings, strict=True))
 
     def test_keeps_within_memory(self, plan):
-        assert any(device.peak_bytes for device in plan.devices)
-        assert all(device.peak_bytes <= device.capacity_bytes for device in plan.devices)
-        assert all(rank.peak_bytes <= rank.ceiling.capacity_bytes for rank in plan.ddp.ranks)
+        assert any(seat.peak_bytes for seat in plan.main.seats)
+        assert all(seat.peak_bytes <= seat.device.capacity_bytes for seat in plan.main.seats)
+        assert all(rank.peak_bytes <= rank.ceiling.capacity_bytes for rank in plan.ddp.seats)
 
     def test_ran_nothing_and_wraps_nothing(self, plan):
         assert (plan.simulated, plan.real_steps) == (True, 0)
@@ -71,12 +71,9 @@ class TestEveryPlan:
     def test_comes_back_from_json(self, plan):
         assert autosplit.Plan.from_json(plan.to_json()) == plan
 
-    def test_has_the_same_steps_on_every_rank(self, plan):
-        ranks = plan.ddp.ranks
-        assert len(ranks) == len(plan.split)
-        assert len({rank.accumulation_steps for rank in ranks}) == 1
-        together = sum(rank.batch_size for rank in ranks)
-        assert -(-plan.ddp.effective_batch_size // together) == ranks[0].accumulation_steps
+    def test_has_a_rank_for_each_device(self, plan):
+        assert plan.ddp.devices == plan.devices
+        assert plan.ddp.accumulation_steps == -(-plan.ddp.effective_batch_size // plan.ddp.batch_size)
 
     def test_hands_out_the_data_set_once(self, plan):
         batches = list(plan.batch_sampler(2 * EFFECTIVE + 100))
@@ -108,8 +105,7 @@ def test_the_same_seed_gives_the_same_plan():
 )
 def test_the_order_of_ranks_changes_no_rank(first, second):
     forth, back = (tuned(f"sim:1x{a}+1x{b}", strategy="ddp") for a, b in ((first, second), (second, first)))
-    sizes = [[rank.batch_size for rank in plan.ddp.ranks] for plan in (forth, back)]
-    assert sizes[0] == sizes[1][::-1]
+    assert forth.ddp.split == back.ddp.split[::-1]
     assert forth.ddp.samples_per_s == pytest.approx(back.ddp.samples_per_s)
 
 

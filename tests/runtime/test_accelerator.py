@@ -290,7 +290,7 @@ class TestOneDevice:
             workload, devices=f"{KIND}:0", effective_batch_size=64, max_batch_size=32, profile="off", n_trials=2
         )
         assert sum(plan.split) == plan.batch_size
-        assert all(device.peak_bytes <= device.capacity_bytes for device in plan.devices)
+        assert all(seat.peak_bytes <= seat.device.capacity_bytes for seat in plan.main.seats)
         after = workload.model.state_dict()
         assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
         assert {parameter.device.type for parameter in workload.model.parameters()} == {"cpu"}
@@ -507,7 +507,7 @@ class TestTwoDevices:
         options = {"effective_batch_size": 64, "max_batch_size": 32, "profile": "off", "n_trials": 2}
         plan = tune(mlp(), devices=f"{KIND}:0,1", **options)
         assert sum(plan.split) == plan.batch_size
-        assert all(device.peak_bytes <= device.capacity_bytes for device in plan.devices)
+        assert all(seat.peak_bytes <= seat.device.capacity_bytes for seat in plan.main.seats)
 
     def test_a_model_that_is_on_the_first_already_is_unchanged(self):
         """Ceilings of the second device need a copy there. Other steps train the live memory of the first device."""

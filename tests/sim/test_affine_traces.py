@@ -192,7 +192,7 @@ def test_a_plan_for_what_follows_no_line_is_that_of_its_own_step(name, devices):
     cards = parse_devices(devices)
     splits = (plan.split,) * plan.accumulation_steps
     step = SimulatedWorker(cards, (2**60,) * len(cards), full).measure(StepShape(splits))
-    assert tuple(device.peak_bytes for device in plan.devices) == step.peak_bytes
+    assert tuple(seat.peak_bytes for seat in plan.main.seats) == step.peak_bytes
     assert plan.samples_per_s == pytest.approx(512 / step.seconds, rel=1e-6)
 
 

@@ -177,7 +177,7 @@ def measured():
 def test_a_rank_has_the_time_and_the_ceiling_of_a_plan_for_ddp(measured):
     workload, devices, (kinds, _, _) = measured
     plan = autosplit.tune(workload, devices="sim:A100-80GB+L4", strategy="ddp", profile="off")
-    for device, rank in zip(devices, plan.ddp.ranks, strict=True):
+    for device, rank in zip(devices, plan.ddp.seats, strict=True):
         assert kinds[device].ceiling == rank.ceiling.batch_size
     step = autosplit.measure(workload, devices="sim:2xL4", strategy="ddp", split=(256, 256))
     assert kinds[devices[1]].curve(256) + kinds[devices[1]].update_s == pytest.approx(step.step_s, rel=0.2)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import io
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from folders import ROOT
-from handmade import made_plan
+from handmade import made_plan, only_ddp
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -20,7 +19,7 @@ from autosplit.cli.main import main
 from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.errors import InputError
 from autosplit.oom import DoesNotFitError
-from autosplit.plan.record import DdpPlan
+from autosplit.plan.plan import Plan
 from autosplit.sim.compare import Comparison, ComparisonInterrupted, asked_machines, compared
 from autosplit.sim.compare_command import print_comparison
 from autosplit.tuning import tune
@@ -174,15 +173,14 @@ def test_a_machine_that_is_too_small_is_a_row_with_the_reason():
 
 def test_what_runs_is_measured_and_what_is_computed_predicted():
     real = made_plan((4, 8), kind="cpu")
-    solved = made_plan((4, 8), kind="cpu", ddp=DdpPlan((), 0.0, "none"))
-    answers = {"sim:L4": one_device_plan(5.0), "cpu:1GiB,cpu:1GiB": solved, "cpu": made_plan((8,), kind="cpu")}
+    answers = {"sim:L4": one_device_plan(5.0), "cpu:1GiB,cpu:1GiB": only_ddp(real), "cpu": made_plan((8,), kind="cpu")}
     found = comparison_of(answers)
     assert {machine.devices: machine.predicted for machine in found.machines} == {
         "sim:L4": True,
-        "cpu:1GiB,cpu:1GiB": True,  # no region: DDP's plan was solved and not run
+        "cpu:1GiB,cpu:1GiB": True,  # DDP's layout was solved and not run
         "cpu": False,
     }
-    joint = replace(real, ddp=replace(real.ddp, measured=True))
+    joint = only_ddp(real, measured=True)
     assert not comparison_of({"cpu:1GiB,cpu:1GiB": joint}).machines[0].predicted
 
 
@@ -392,6 +390,6 @@ def test_simulated_machines_are_compared_and_remembered(script, capsys):
     assert too_small["misfit"]["device"] == "sim:0"
     assert too_small["misfit"]["needed_bytes"] > too_small["misfit"]["capacity_bytes"] == 1024
     assert main(["tune", "train.py", "--devices", "sim:L4", "--max-batch-size", "8", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["notes"][0]["kind"] == "from-profile"  # the comparison saved the profile that tune returns
-    assert plan["samples_per_s"] == fits["samples_per_s"]
+    plan = Plan.from_json(capsys.readouterr().out)
+    assert plan.notes[0].kind == "from-profile"  # the comparison saved the profile that tune returns
+    assert plan.samples_per_s == fits["samples_per_s"]

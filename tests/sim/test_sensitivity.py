@@ -14,7 +14,7 @@ from workloads import char_gpt
 from autosplit import Workload, tune
 from autosplit.devices.catalog import GPUS_VARIABLE, GpuSpec, gpu_catalog
 from autosplit.errors import PlanError
-from autosplit.plan.explanation import Change
+from autosplit.plan.explanation import WhatIf
 from autosplit.plan.plan import Plan
 from autosplit.sim.clocks import Clocks
 
@@ -97,7 +97,7 @@ def cards() -> tuple[GpuSpec, GpuSpec]:
 
 
 def assert_told(plan: Plan, what: str, device: str | None, really: Plan) -> None:
-    (told,) = [change for change in plan.changes if (change.what, change.device) == (what, device)]
+    (told,) = [one for one in plan.what_ifs if (one.what, one.device) == (what, device)]
     assert told.samples_per_s == pytest.approx(really.samples_per_s, rel=NEAR), (what, device)
     bound = next((b for b in plan.explain().bounds if (b.what, b.device) == (what, device)), None)
     if really.samples_per_s > 1.06 * plan.samples_per_s and what != "alone":
@@ -138,21 +138,21 @@ def test_figures_are_those_of_a_machine_that_is_really_changed(make, kinds, effe
 
 def test_a_plan_of_cards_of_which_nothing_else_was_simulated_claims_nothing(tuned):
     """Older plans charged all unknown costs to the gather, so their predictions are not used."""
-    plan = replace(tuned(cnn, [cards()[0]] * 2, 64), changes=None)
+    plan = replace(tuned(cnn, [cards()[0]] * 2, 64), what_ifs=None)
     explanation = plan.explain()
     assert (explanation.bounds, explanation.alone, explanation.more_memory) == ((), (), None)
     assert "Data loading" in str(explanation)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "what_ifs",
     [
-        (Change("device", "sim:7", 1.0),),
-        (Change("device", "sim:0", 0.0),),
-        (Change("copies", None, 1.0),) * 40,
+        (WhatIf("device", "sim:7", 1.0),),
+        (WhatIf("device", "sim:0", 0.0),),
+        (WhatIf("copies", None, 1.0),) * 40,
     ],
 )
-def test_changes_that_were_tampered_with_are_refused(changes, tuned):
+def test_what_ifs_that_were_tampered_with_are_refused(what_ifs, tuned):
     plan = tuned(cnn, [cards()[0]], 64)
     with pytest.raises(PlanError):
-        Plan.from_json(replace(plan, changes=changes).to_json())
+        Plan.from_json(replace(plan, what_ifs=what_ifs).to_json())

@@ -14,7 +14,7 @@ from autosplit.solve.memory import Ceiling, MemoryFit, Region
 from autosplit.solve.problem import Problem
 from autosplit.solve.search_space import Configuration, Space
 from autosplit.solve.solver import Solver, geometric
-from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.solve.step_time import Cost, StepTime, TimeCurve
 from autosplit.solve.trial import KNEE_SHARE, LEAST_DIFFERENCE
 
 RATES = st.tuples(st.floats(0.0, 2.0), st.floats(0.05, 3.0))
@@ -194,7 +194,7 @@ def ranks(
     adds_up: bool = False,
 ) -> Problem:
     ceilings = tuple(Ceiling(f"cuda:{i}", "rank", cap, "memory", 0, 1, cap, cap) for i, cap in enumerate(caps))
-    fit = Fit(StepTime.bare(curves, update_s, adds_up=adds_up), all_reduce_s)
+    fit = Cost(StepTime.bare(curves, update_s, adds_up=adds_up), all_reduce_s)
     return Problem.of(fit, ceilings, None, effective_batch_sizes=sizes, max_batch_size=64, accumulates=True)
 
 

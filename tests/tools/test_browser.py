@@ -24,6 +24,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
+from autosplit.plan.record import with_devices
 from autosplit.tools.report_page import write_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -142,9 +143,8 @@ def wait_for_charts(browser, number):
 
 
 def test_marks_show_their_figures_and_names_are_no_markup(browser, tmp_path):
-    plan = solved_plan()
     hostile = "<img src=x onerror=alert(1)>"
-    named = replace(plan, devices=tuple(replace(device, label=hostile) for device in plan.devices))
+    named = with_devices(solved_plan(), lambda _, device: replace(device, label=hostile))
     write_page(named, tmp_path / "report.html")
     browser.set_window_size(1440, 1000)
     browser.get(f"file://{tmp_path / 'report.html'}")

@@ -15,13 +15,13 @@ from autosplit.tools.charts import known_parts, segments
 
 
 def test_the_parts_of_the_memory_are_drawn_only_if_they_are_known():
-    device = solved_plan().devices[0]
-    unknown = [label for label, _ in segments(replace(device, memory=None))]
+    seat = solved_plan().main.seats[0]
+    unknown = [label for label, _ in segments(replace(seat, memory=None))]
     assert unknown == ["in use", "free", "reserve"]
-    assert {"activations and others", "optimizer state"} <= {label for label, _ in segments(device)}
-    assert sum(nbytes for _, nbytes in segments(device)) == device.memory_bytes
-    assert known_parts(device) is not None
-    assert known_parts(replace(device, peak_bytes=5 * GIB)) is None, "the parts are of another peak"
+    assert {"activations and others", "optimizer state"} <= {label for label, _ in segments(seat)}
+    assert sum(nbytes for _, nbytes in segments(seat)) == seat.device.memory_bytes
+    assert known_parts(seat) is not None
+    assert known_parts(replace(seat, peak_bytes=5 * GIB)) is None, "the parts are of another peak"
 
 
 @pytest.mark.parametrize("plan", [made_plan(), solved_plan()], ids=["without a fit", "with one"])
@@ -31,11 +31,11 @@ def test_a_plan_is_plotted_beside_its_curve(plan, tmp_path):
     devices, curve = figure.axes
     factor = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}[devices.get_xlabel().split(", ")[1]]
     used = sum(bar.get_width() for bar in devices.patches if bar.get_facecolor()[3] and bar.get_y() < 0)
-    assert used * factor == pytest.approx(plan.devices[0].peak_bytes)
+    assert used * factor == pytest.approx(plan.main.seats[0].peak_bytes)
     star = curve.collections[-1].get_offsets()[0]
     assert tuple(star) == (plan.batch_size, plan.samples_per_s)
-    assert len(curve.lines) == (plan.fit is not None)
-    if plan.fit is not None:
+    assert len(curve.lines) == (plan.main.cost is not None)
+    if plan.main.cost is not None:
         ((batches, rates),) = [line.get_data() for line in curve.lines]
         batch, rate = int(batches[1]), rates[1]
         splits = [(first, batch - first) for first in range(batch + 1)]

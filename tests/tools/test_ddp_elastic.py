@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from autosplit.ddp.rendezvous import Place
 from autosplit.devices.accelerator import Visible
 from autosplit.errors import DeviceError
 from autosplit.plan.plan import Plan
+from autosplit.plan.record import with_devices
 from autosplit.tools import other_devices
 from autosplit.tools.other_devices import own_device
 
@@ -139,9 +141,7 @@ class TestOwnDevice:
     GPUS = (Visible("Fast", "GPU-1"), Visible("Slow", "GPU-2"))
 
     def gpu_plan(self) -> Plan:
-        plan = make_plan()
-        devices = [{**vars(one), "kind": "cuda", "label": f"cuda:{n}"} for n, one in enumerate(plan.devices)]
-        return Plan(**{**vars(plan), "devices": tuple(type(plan.devices[0])(**one) for one in devices)})
+        return with_devices(make_plan(), lambda n, one: replace(one, kind="cuda", label=f"cuda:{n}"))
 
     @pytest.mark.parametrize(("local_rank", "seen", "index"), [(None, GPUS, 1), (1, GPUS[1:], 0)])
     def test_the_gpu_of_the_local_rank(self, local_rank, seen, index, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,7 @@ STEPS = 12
 
 
 def hybrid_plan(sizes: tuple[int, ...] = SIZES, effective: int = EFFECTIVE, shard_size: int = 2) -> Plan:
-    plan = make_plan(sizes, effective)
-    return replace(plan, ddp=replace(plan.ddp, shard_size=shard_size))
+    return make_plan(sizes, effective, shard_size=shard_size)
 
 
 def trajectory() -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from handmade import made_ceiling
+from handmade import changed_plan, changed_seats, made_ceiling, on_devices
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import MIB
@@ -17,8 +17,9 @@ from autosplit.ddp.device import device_for
 from autosplit.ddp.rendezvous import Place
 from autosplit.devices.accelerator import Visible
 from autosplit.errors import DeviceError, PlanError
+from autosplit.plan.layout import Seat
 from autosplit.plan.plan import Plan
-from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.solve.step_time import Cost, StepTime, TimeCurve
 from autosplit.tools.other_devices import RankDevice, plan_for_devices
 
 NAMES, SIZES, EFFECTIVE = ("Fast", "Slow", "Slow"), (12, 3, 3), 72
@@ -27,26 +28,23 @@ FAST, SLOW = RankDevice("cuda:0", "Fast"), RankDevice("cuda:0", "Slow")
 
 def gpu_plan(**changes: object) -> Plan:
     """Return a plan for a fast GPU and two slow ones, which take 1 and 4 ms per sample."""
-    plan = shares_plan(SIZES, EFFECTIVE)
-    devices = tuple(
-        replace(device, kind="cuda", name=name, uuid=f"GPU-{index}", label=f"cuda:{index}", budgeted=False)
-        for index, (device, name) in enumerate(zip(plan.devices, NAMES, strict=True))
-    )
+
+    def on_gpu(index: int, seat: Seat) -> Seat:
+        known = {"name": NAMES[index], "uuid": f"GPU-{index}", "label": f"cuda:{index}"}
+        return replace(seat, device=replace(seat.device, kind="cuda", budgeted=False, **known), ceiling=held)
+
     held = made_ceiling("cuda:0", 50, 60 * MIB, fixed_bytes=MIB, bytes_per_sample=MIB, peak_bytes=51 * MIB)
-    ranks = tuple(replace(rank, ceiling=held) for rank in plan.ddp.ranks)
     curves = tuple(TimeCurve(((1, speed), (64, 64 * speed))) for speed in (0.001, 0.004, 0.004))
-    fit = Fit(StepTime.bare(curves, 0.002, adds_up=False), all_reduce_s=0.003)
-    return replace(plan, devices=devices, ddp=replace(plan.ddp, ranks=ranks), fit=fit, **changes)
+    cost = Cost(StepTime.bare(curves, 0.002, adds_up=False), all_reduce_s=0.003)
+    return changed_plan(changed_seats(shares_plan(SIZES, EFFECTIVE), on_gpu), cost=cost, **changes)
 
 
 @given(st.permutations(range(3)))
 def test_each_rank_finds_its_own_gpu(order: list[int]) -> None:
     """Ray numbers the workers again after each failure."""
     found = plan_for_devices(gpu_plan(), [RankDevice(f"cuda:{n}", NAMES[n], f"GPU-{n}") for n in order])
-    assert [rank.batch_size for rank in found.ddp.ranks] == [SIZES[n] for n in order]
     assert [device.uuid for device in found.devices] == [f"GPU-{n}" for n in order]
-    assert [rank.rank for rank in found.ddp.ranks] == [0, 1, 2]
-    assert found.split == tuple(SIZES[n] for n in order)
+    assert found.split == found.ddp.split == tuple(SIZES[n] for n in order)
     assert (found.accumulation_steps, found.effective_batch_size) == (4, EFFECTIVE)
     assert Plan.from_json(found.to_json()) == found
 
@@ -55,8 +53,8 @@ def test_gpus_of_other_machines_are_found_by_name() -> None:
     """The UUID of a planned GPU has priority: the second planned GPU is not assigned to the first rank."""
     devices = [RankDevice("cuda:0", "Slow", "GPU-new"), RankDevice("cuda:1", "Slow", "GPU-1"), FAST]
     found = plan_for_devices(gpu_plan(), devices)
-    assert [rank.batch_size for rank in found.ddp.ranks] == [3, 3, 12]
-    assert [rank.device for rank in found.ddp.ranks] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert found.ddp.split == (3, 3, 12)
+    assert [device.label for device in found.ddp.devices] == ["cuda:0", "cuda:1", "cuda:0"]
 
 
 def test_setup_uses_the_gpu_that_the_engine_chose() -> None:
@@ -75,7 +73,7 @@ def test_other_numbers_of_gpus_keep_the_effective_batch(devices: tuple[RankDevic
     assert found.batch_size * (found.accumulation_steps - 1) < EFFECTIVE <= found.batch_size * found.accumulation_steps
     assert not found.ddp.measured
     assert Plan.from_json(found.to_json()) == found
-    sizes = {device.name: rank.batch_size for device, rank in zip(devices, found.ddp.ranks, strict=True)}
+    sizes = {device.name: samples for device, samples in zip(devices, found.ddp.split, strict=True)}
     if len(sizes) == 2:
         assert 3 * sizes["Slow"] <= sizes["Fast"] <= 5 * sizes["Slow"]
 
@@ -88,7 +86,7 @@ def test_an_unknown_gpu_is_refused() -> None:
 def test_a_cpu_is_found_by_its_budget() -> None:
     plan = shares_plan((3, 1), 4)
     smaller = (replace(plan.devices[0], memory_bytes=2**21), replace(plan.devices[1], memory_bytes=2**20))
-    plan = replace(plan, devices=smaller)
+    plan = on_devices(plan, *smaller)
     cpus = [RankDevice("cpu", "cpu", budget_bytes=n) for n in (2**20, 2**21)]
     assert plan_for_devices(plan, cpus).split == (1, 3)
     with raises(DeviceError, "only has measurements of cpu with 2 MiB, cpu with 1 MiB"):
@@ -99,4 +97,4 @@ def test_a_step_that_can_not_be_kept_is_refused() -> None:
     with raises(PlanError, "72 samples", "(Fast)"):
         plan_for_devices(gpu_plan(accumulates=False, max_batch_size=18), [FAST])
     with raises(PlanError, "no time model"):
-        plan_for_devices(replace(gpu_plan(), fit=None), [FAST])
+        plan_for_devices(changed_plan(gpu_plan(), cost=None), [FAST])

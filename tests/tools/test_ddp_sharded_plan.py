@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from gpus import COUNT, KIND
 
+from autosplit import Plan
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(COUNT < 2 or KIND != "emu", reason="needs two emulated devices, whose memory can be chosen"),
@@ -95,16 +97,15 @@ def run(folder: Path, *command: str, memory_bytes: int = MEMORY_BYTES) -> str:
 
 def test_a_model_that_fits_no_device_trains_within_the_predicted_memory(folder: Path) -> None:
     assert run(folder, "tune.py", "plan.json").split() == ["does-not-fit"]
-    plan = json.loads((folder / "plan.json").read_text())
-    assert not plan["simulated"]
-    assert [device["label"] for device in plan["devices"]] == ["emu:0", "emu:1"]
-    assert "sharded-simulated" in [note["kind"] for note in plan["notes"]]
-    ranks = plan["ddp"]["ranks"]
-    assert all(rank["ceiling"]["limited_by"] == "memory" for rank in ranks)
+    plan = Plan.load(folder / "plan.json")
+    assert not plan.simulated
+    assert [device.label for device in plan.devices] == ["emu:0", "emu:1"]
+    assert "sharded-simulated" in [note.kind for note in plan.notes]
+    assert all(seat.ceiling.limited_by == "memory" for seat in plan.ddp.seats)
     # The allocator's segments of 20 MiB waste a large part of these small devices, so train on larger ones.
     (folder / "memory").unlink()
     launch = ("-m", "autosplit", "launch", "--plan", "plan.json", "train.py", "plan.json")
     run(folder, *launch, memory_bytes=2 * MEMORY_BYTES)
-    for rank in ranks:
-        peak_bytes = json.loads((folder / f"peak{rank['rank']}").read_text())
-        assert 0.75 < peak_bytes / (rank["peak_bytes"] - WORKSPACES_BYTES) < 1.02, (peak_bytes / MIB, rank)
+    for rank, seat in enumerate(plan.ddp.seats):
+        peak_bytes = json.loads((folder / f"peak{rank}").read_text())
+        assert 0.75 < peak_bytes / (seat.peak_bytes - WORKSPACES_BYTES) < 1.02, (peak_bytes / MIB, seat)

@@ -61,10 +61,10 @@ def test_a_slow_loader_gets_the_smallest_batch_that_takes_what_it_loads(plan, sh
     assert found.batch_size < plan.batch_size
     assert found.samples_per_s >= rate
     assert plan.compare_with(split=tuple(n // 2 for n in found.split)).samples_per_s < rate
-    assert all(device.peak_bytes <= device.capacity_bytes for device in found.devices)
+    assert all(seat.peak_bytes <= seat.device.capacity_bytes for seat in found.main.seats)
     assert (found.loader_settings, found.loader_samples_per_s) == (WORKERS, rate)
     assert found.ddp.samples_per_s >= rate
-    assert sum(rank.batch_size for rank in found.ddp.ranks) < sum(rank.batch_size for rank in plan.ddp.ranks)
+    assert found.ddp.batch_size < plan.ddp.batch_size
     assert found.explain().reasons()[0].startswith("The loader limits training: the loader delivers ")
     assert found.notes[-1].kind == "loader-bound"
     assert Plan.from_json(found.to_json()) == found
@@ -147,13 +147,13 @@ def test_the_command_fits_its_plan_to_the_loader(monkeypatch, tmp_path, capsys, 
 
 def fitted_by_ranks() -> float | None:
     """Fit a plan to each rank's loader. The second rank's loader takes longer."""
-    plan = make_plan((6, 2), effective_batch_size=8, region=None, effective_batch_sizes=(8, 8))
+    plan = make_plan((6, 2), effective_batch_size=8, effective_batch_sizes=(8, 8))
     own_rate = (60.0, 8.0)[int(os.environ["RANK"])]
     return autosplit.fit_to_loader(plan, loads(own_rate)).loader_samples_per_s
 
 
 def fitted_by_too_few_ranks() -> str:
-    plan = make_plan((6, 2, 2), region=None)
+    plan = make_plan((6, 2, 2))
     with pytest.raises(InputError) as caught:
         autosplit.fit_to_loader(plan, loads(1.0))
     return str(caught.value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import emulated
@@ -217,15 +216,13 @@ class TestPlan:
         """Real errors of a full device: the batch is larger than the tuned batch."""
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-        bare = make_plan((64, 32))
-        devices = tuple(replace(device, capacity_bytes=90_000, memory_bytes=90_000) for device in bare.devices)
-        plan = replace(bare, devices=devices)
+        plan = make_plan((64, 32), capacity_bytes=90_000)
         model = plan.wrap(network)
         data = [(torch.randn(96, 64), torch.randn(96, 1)) for _ in range(4)]
         told = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
         told.load_state_dict(network.state_dict())
         F.mse_loss(told(torch.cat([x for x, _ in data])), torch.cat([y for _, y in data])).backward()
-        cut = replace(plan, effective_batch_size=384, accumulation_steps=4).steps(data, on_oom="cut")
+        cut = make_plan((64, 32), 384).steps(data, on_oom="cut")
         with plan.budgets() as tracker, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             for step in cut:

@@ -6,14 +6,14 @@ from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import pytest
-from handmade import led_by_ddp, made_plan, solved_plan
+from handmade import led_by_ddp, made_plan, solved_plan, without_ddp
 
 pytest.importorskip("vl_convert")
 
 import vl_convert
 
-from autosplit.plan.record import DdpPlan
-from autosplit.tools.report_charts import charts_of, name_of
+from autosplit.plan.record import with_devices
+from autosplit.tools.report_charts import charts_of
 
 
 def charts(plan):
@@ -70,16 +70,16 @@ def test_the_first_devices_line_has_the_samples_of_the_other_devices(solved):
 
 
 @pytest.mark.parametrize(
-    ("changes", "name"),
+    ("plan", "name"),
     [
-        ({"trials": ()}, "trials"),
-        ({"fit": None}, "landscape"),
-        ({"region": None}, "landscape"),
-        ({"even_samples_per_s": None, "fit": None, "ddp": DdpPlan((), 0.0, "no")}, "rates"),
+        (solved_plan(trials=()), "trials"),
+        (solved_plan(cost=None), "landscape"),
+        (solved_plan(region=None), "landscape"),
+        (without_ddp(solved_plan(even_samples_per_s=None, cost=None)), "rates"),
     ],
 )
-def test_a_chart_without_data_is_left_out(changes, name):
-    assert name not in charts(solved_plan(**changes))
+def test_a_chart_without_data_is_left_out(plan, name):
+    assert name not in charts(plan)
 
 
 def test_devices_that_share_a_cpu_are_not_compared():
@@ -90,7 +90,7 @@ def test_if_ddp_is_faster_the_charts_show_its_ranks(led):
     """The charts showed the split of BalancedDataParallel, although the page recommended DDP."""
     found = charts(led)
     assert set(found) == {"devices", "line0", "rates"}
-    assert "2 x RTX 3090 (cuda:0 to 1)" in words(found["devices"])
+    assert "cuda:0 to 1 RTX 3090" in words(found["devices"])
     assert "each RTX 3090: in use, 20 GiB" in texts(found["devices"])
     assert "The capacity of each RTX 3090 is 24 GiB" in found["line0"].text
     assert "The ceiling is 200 samples" in found["line0"].text
@@ -108,15 +108,14 @@ def test_the_rates_compare_both_strategies_equal_ranks_and_each_device_alone(led
 
 def test_equal_devices_are_counted_and_others_are_named():
     plan = solved_plan((100, 96, 30, 30))
-    assert {"cuda:0 RTX 3090", "cuda:1 RTX 3090", "2 x RTX 3090 (cuda:2 to 3)"} <= words(charts(plan)["devices"])
-    elsewhere = tuple(replace(device, index=device.index % 2) for device in plan.devices)  # two machines
-    assert name_of(elsewhere) == "4 x RTX 3090"
+    assert {"cuda:0 RTX 3090", "cuda:1 RTX 3090", "cuda:2 to 3 RTX 3090"} <= words(charts(plan)["devices"])
+    two_machines = with_devices(plan, lambda n, device: replace(device, index=n % 2, label=f"cuda:{n % 2}"))
+    assert {"rank 0 RTX 3090", "rank 1 RTX 3090"} <= words(charts(two_machines)["devices"])
 
 
 def test_names_of_devices_cannot_be_markup_or_expressions():
-    plan = solved_plan()
     hostile = 'x<script>alert("1")</script>\x00\x1b[31m\u202e&'
-    named = replace(plan, devices=tuple(replace(device, name=hostile, label=hostile) for device in plan.devices))
+    named = with_devices(solved_plan(), lambda n, device: replace(device, name=hostile, label=f"{hostile}{n}"))
     chart = charts(named)["devices"]
     assert not re.search("[\x00\x1b\u202e]", json.dumps(chart.spec, ensure_ascii=False))
     assert any(word.startswith('x<script>alert("1")</script>') for word in words(chart))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from handmade import led_by_ddp, made_plan, solved_plan
+from handmade import changed_seats, led_by_ddp, made_plan, only_ddp, solved_plan, without_ddp
 from noted import noted
 from pages import Reader
 from raised import raises
@@ -23,7 +23,7 @@ from autosplit.cli.main import main
 from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.errors import InputError
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import DdpPlan
+from autosplit.plan.record import with_devices
 from autosplit.plan.redact import REMOVED
 from autosplit.tools import report_page as pages
 from autosplit.tools.report_charts import Chart
@@ -63,9 +63,8 @@ def test_a_page_of_a_whole_plan_allows_one_script_and_loads_nothing():
 
 def test_names_in_charts_cannot_end_their_script(monkeypatch):
     monkeypatch.setattr("vl_convert.javascript_bundle", lambda script: script)
-    plan = solved_plan()
     hostile = "</script><script>alert(1)</script>\u202e"
-    text = page_of(replace(plan, devices=tuple(replace(device, label=hostile) for device in plan.devices)))
+    text = page_of(with_devices(solved_plan(), lambda _, device: replace(device, label=hostile)))
     data, _ = re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL)
     assert hostile[:-1] in json.dumps(json.loads(data))
     assert "\u202e" not in json.dumps(json.loads(data), ensure_ascii=False)
@@ -97,8 +96,8 @@ class TestWords:
         assert "Simulated." not in texts
 
     def test_what_is_not_known_is_said_and_not_made_up(self):
-        plan = replace(solved_plan(ddp=DdpPlan((), 0.0, "cuda:1 can't hold a rank")), checks=())
-        plan = replace(plan, devices=tuple(replace(device, memory=None) for device in plan.devices))
+        plan = without_ddp(solved_plan(checks=()), "cuda:1 can't hold a rank")
+        plan = changed_seats(plan, lambda _, seat: replace(seat, memory=None))
         texts = " ".join(Reader(page_of(plan)).texts)
         assert "The parts of the peak memory are unknown" in texts
         assert "The check whether splitting changes the training was not run." in texts
@@ -109,7 +108,7 @@ class TestWords:
         request = {"devices": ["cuda:0"], "reserve": "5%", "strategy": "auto", "effective_batch_size": [256, 512]}
         machine = {"devices": [], "autosplit": "1.0", "torch": "2.13.0", "cuda": None}
         plan = solved_plan(request={**request, "name": None}, machine=machine)
-        plan = replace(plan, devices=tuple(replace(device, driver="580.1") for device in plan.devices))
+        plan = with_devices(plan, lambda _, device: replace(device, driver="580.1"))
         plan.save(tmp_path / "plan.json")
         os.utime(tmp_path / "plan.json", (2_000_000_000, 2_000_000_000))
         texts = Reader(page_of(Plan.load(tmp_path / "plan.json"))).texts
@@ -117,7 +116,7 @@ class TestWords:
         assert head.pop("page written").endswith(f" UTC with Python {platform.python_version()}")
         assert head == {
             "requested": "reserve 5%, effective_batch_size 256:512",
-            "machine": "2 x RTX 3090 (cuda:0 to 1): 24 GiB each",
+            "machine": "cuda:0 to 1 RTX 3090: 24 GiB each",
             "made with": "autosplit 1.0, torch 2.13.0, driver 580.1",
             "plan saved": "2033-05-18 03:33 UTC",
         }
@@ -146,9 +145,7 @@ class TestWords:
 
     def test_a_plan_only_for_ddp_has_no_word_about_a_split_forward(self):
         """Pages of `strategy="ddp"` explained gpu0_bsz, and printed the call of BalancedDataParallel."""
-        ranks = replace(led_by_ddp(solved_plan()).ddp, fit=None)
-        plan = solved_plan((128, 128), region=None, trials=(), ddp=ranks, even_samples_per_s=None)
-        texts = Reader(page_of(plan)).texts
+        texts = Reader(page_of(only_ddp(led_by_ddp(solved_plan()), cost=None, even_samples_per_s=None))).texts
         assert texts[texts.index("strategy") + 1] == "DDP (autosplit launch)"
         assert not [text for text in texts if re.search(r"gpu0_bsz|plan\.wrap|BalancedDataParallel", text)]
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from handmade import made_ceiling
+from handmade import changed_plan, changed_seats, made_ceiling
 from plans import MIB
 from raised import raises
 from shared_training import shares_plan
@@ -18,10 +17,11 @@ from torch import nn
 from autosplit import Plan
 from autosplit.ddp.context import Context
 from autosplit.errors import InputError, PlanError
-from autosplit.profiles.less_memory import LINE_ERROR
+from autosplit.plan.layout import Seat
+from autosplit.plan.resolve import LINE_ERROR
 from autosplit.solve.memory import MemoryParts
 from autosplit.solve.problem import Problem
-from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.solve.step_time import Cost, StepTime, TimeCurve
 from autosplit.tools import sharded_plan as extra
 from autosplit.tools.fsdp import groups_of
 from autosplit.tools.other_devices import RankDevice, plan_for_devices
@@ -54,29 +54,25 @@ def make_plan(
 ) -> Plan:
     """Return a plan of ranks that accumulate, with AdamW and 1 MiB per sample. Capacities are in MiB."""
     count = len(capacities)
-    plan = shares_plan((8,) * count, effective)
     fixed = 5 * PARAMETERS  # parameters, buckets, accumulated gradients, two states
-    ranks = tuple(
-        replace(
-            rank,
-            ceiling=made_ceiling(
-                "cpu:0",
-                max(8, capacity - fixed),
-                capacity * MIB,
-                fixed_bytes=fixed * MIB,
-                bytes_per_sample=MIB,
-                peak_bytes=0,
-                limited_by=limit or "memory",
-            ),
-        )
-        for rank, capacity, limit in itertools.zip_longest(plan.ddp.ranks, capacities, limits)
-    )
-    curves = tuple(TimeCurve(((1, speed), (8, 8 * speed))) for speed in speeds or (0.001,) * count)
-    fit = Fit(StepTime.bare(curves, 0.002, adds_up=False), all_reduce_s)
     parts = MemoryParts(PARAMETERS * MIB, PARAMETERS * MIB, 2 * PARAMETERS * MIB, 0, 0)
-    devices = (replace(plan.devices[0], memory=parts), *plan.devices[1:])
-    given = {"effective_batch_sizes": (effective, effective), "devices": devices, "fit": fit, **changes}
-    return replace(plan, ddp=replace(plan.ddp, ranks=ranks), **given)
+
+    def seated(index: int, seat: Seat) -> Seat:
+        ceiling = made_ceiling(
+            "cpu:0",
+            max(8, capacities[index] - fixed),
+            capacities[index] * MIB,
+            fixed_bytes=fixed * MIB,
+            bytes_per_sample=MIB,
+            peak_bytes=0,
+            limited_by=limits[index] if limits else "memory",
+        )
+        return replace(seat, ceiling=ceiling, memory=None if index else parts)
+
+    curves = tuple(TimeCurve(((1, speed), (8, 8 * speed))) for speed in speeds or (0.001,) * count)
+    cost = Cost(StepTime.bare(curves, 0.002, adds_up=False), all_reduce_s)
+    given = {"effective_batch_sizes": (effective, effective), "cost": cost, **changes}
+    return changed_plan(changed_seats(shares_plan((8,) * count, effective), seated), **given)
 
 
 def sharded_plan(plan: Plan, model: nn.Module, *, layers: Any = None, **options: Any) -> Plan:
@@ -85,7 +81,7 @@ def sharded_plan(plan: Plan, model: nn.Module, *, layers: Any = None, **options:
 
 
 def fixed_of(plan: Plan) -> list[float]:
-    return [rank.ceiling.fixed_bytes / MIB for rank in plan.ddp.ranks]
+    return [rank.ceiling.fixed_bytes / MIB for rank in plan.ddp.seats]
 
 
 ONE = ROOT + 2 * LAYER + ROOT + 2 * LAYER
@@ -102,12 +98,12 @@ class TestCeilings:
         found = sharded_plan(plan, make_model(), layers=Layer)
         fixed = 4 * PARAMETERS / 2 + ONE
         assert fixed_of(found) == [fixed, fixed]
-        sizes = [rank.ceiling.batch_size for rank in found.ddp.ranks]
+        sizes = [rank.ceiling.batch_size for rank in found.ddp.seats]
         assert sizes == [min(64, int((1 - LINE_ERROR) * capacity - fixed)) for capacity in (200, 240)]
         assert (found.accumulation_steps, found.effective_batch_size, found.batch_size) == (1, 64, 64)
-        assert found.split == tuple(rank.batch_size for rank in found.ddp.ranks) == (32, 32)
+        assert found.split == found.ddp.split == (32, 32)
         assert found.ddp.shard_size == 2
-        assert [rank.peak_bytes / MIB for rank in found.ddp.ranks] == [fixed + 32] * 2
+        assert [rank.peak_bytes / MIB for rank in found.ddp.seats] == [fixed + 32] * 2
         assert [note.kind for note in found.notes[len(plan.notes) :]] == ["sharded", "unequal-shards"]
         assert Plan.from_json(found.to_json()) == found
 
@@ -116,7 +112,7 @@ class TestCeilings:
         fixed = 4 * PARAMETERS / 2 + SEVERAL
         assert fixed_of(found) == [fixed, fixed]
         most = [int((1 - LINE_ERROR) * capacity - fixed) for capacity in (200, 240)]
-        assert [rank.ceiling.batch_size for rank in found.ddp.ranks] == most
+        assert [rank.ceiling.batch_size for rank in found.ddp.seats] == most
         assert found.accumulation_steps >= 640 / sum(most)
         assert found.effective_batch_size == 640
 
@@ -126,8 +122,8 @@ class TestCeilings:
 
     def test_only_memory_lets_a_ceiling_grow(self):
         found = sharded_plan(make_plan(limits=("kernel", "memory")), make_model(), layers=Layer)
-        assert [rank.ceiling.batch_size for rank in found.ddp.ranks] == [200 - 5 * PARAMETERS, 64]
-        assert [rank.ceiling.limited_by for rank in found.ddp.ranks] == ["kernel", "memory"]
+        assert [rank.ceiling.batch_size for rank in found.ddp.seats] == [200 - 5 * PARAMETERS, 64]
+        assert [rank.ceiling.limited_by for rank in found.ddp.seats] == ["kernel", "memory"]
 
     def test_rows_are_rounded_up(self):
         with torch.device("meta"):
@@ -137,13 +133,13 @@ class TestCeilings:
         parameters, shard = 3 * 7 * 4, 1 * 7 * 4
         optimizer = 2 * PARAMETERS * MIB
         wanted = 2 * shard + optimizer * shard // parameters + 2 * 4 * shard
-        assert found.ddp.ranks[0].ceiling.fixed_bytes == wanted
+        assert found.ddp.seats[0].ceiling.fixed_bytes == wanted
 
     def test_activations_that_grow_faster_in_large_batches(self):
         """The line of the ceiling is drawn near the ceiling. Through the smallest batches it would be too flat."""
         plan, groups = make_plan(effective=640), groups_of(make_model(), Layer)
         found = extra.sharded_plan(plan, groups, lambda _, samples: max(20, 2 * samples) * MIB)
-        for rank in found.ddp.ranks:
+        for rank in found.ddp.seats:
             ceiling = rank.ceiling
             assert ceiling.bytes_per_sample == 2 * MIB
             room = int((1 - LINE_ERROR) * ceiling.capacity_bytes)
@@ -175,8 +171,8 @@ class TestCommunication:
         """Two ranks: an all-reduce takes 40 ms, so sending P once takes half."""
         found = sharded_plan(make_plan(all_reduce_s=0.04), make_model(), layers=Layer)
         gathers_s = 0.04 / 2 * (2 * PARAMETERS - ROOT) / PARAMETERS
-        assert found.fit.all_reduce_s == pytest.approx(0.02 + gathers_s * 2 / 3)
-        assert found.fit.step_time.curves[0](1) == pytest.approx(gathers_s)
+        assert found.main.cost.all_reduce_s == pytest.approx(0.02 + gathers_s * 2 / 3)
+        assert found.main.cost.step_time.curves[0](1) == pytest.approx(gathers_s)
         forward_s = max(gathers_s, 0.032)
         expected_s = forward_s + max(0.0, 0.02 + (gathers_s - forward_s) * 2 / 3) + UPDATE_S
         assert found.samples_per_s == pytest.approx(64 / expected_s)
@@ -187,12 +183,12 @@ class TestCommunication:
         found = sharded_plan(make_plan((300,) * 4, all_reduce_s=0.06), make_model(), layers=Layer, shard_size=2)
         once_s = 0.06 / 2 * 4 / 3
         gathers_s = once_s / 2 * (2 * PARAMETERS - ROOT) / PARAMETERS
-        assert found.fit.all_reduce_s == pytest.approx(once_s * (1 / 2 + 2 * (1 / 2) / 2) + gathers_s * 2 / 3)
+        assert found.main.cost.all_reduce_s == pytest.approx(once_s * (1 / 2 + 2 * (1 / 2) / 2) + gathers_s * 2 / 3)
 
     def test_computation_that_takes_longer_hides_the_gathers(self):
         """The measured sizes, up to 8 samples, take less time than the gathers. The plan's 32 samples take more."""
         found = sharded_plan(make_plan(all_reduce_s=0.04, speeds=(0.004, 0.004)), make_model(), layers=Layer)
-        times = [found.fit.step_time.curves[0](samples) for samples in (1, 8, 9, 10, 32)]
+        times = [found.main.cost.step_time.curves[0](samples) for samples in (1, 8, 9, 10, 32)]
         assert times == pytest.approx([0.0388, 0.0388, 0.0388, 0.04, 0.128], rel=1e-3)
         assert found.samples_per_s == pytest.approx(64 / (0.128 + UPDATE_S))
 
@@ -206,7 +202,7 @@ class TestUnequalShards:
             made_ceiling("x", 50, capacity, fixed_bytes=fixed, bytes_per_sample=slope)
             for capacity, slope in zip(capacities, slopes, strict=True)
         )
-        fit = Fit(StepTime.bare(curves, 0.0, adds_up=False))
+        fit = Cost(StepTime.bare(curves, 0.0, adds_up=False))
         problem = Problem.of(
             fit, ceilings, None, effective_batch_sizes=(40, 40), max_batch_size=None, accumulates=False
         )
@@ -231,7 +227,7 @@ class TestUnequalShards:
         found = extra.sharded_plan(
             *(make_plan((160, 160), 200), groups_of(make_model(), Layer), lambda _, samples: samples * MIB), gaps=0.1
         )
-        most = sum(rank.ceiling.batch_size for rank in found.ddp.ranks)
+        most = sum(rank.ceiling.batch_size for rank in found.ddp.seats)
         allowed = re.search(r"would allow (\d+) samples", found.notes[-1].text)
         assert allowed is not None
         assert int(allowed[1]) == most
@@ -248,15 +244,15 @@ class TestUnequalShards:
 
 class TestRefusals:
     @pytest.mark.parametrize(
-        ("changes", "lacks"),
+        ("plan", "lacks"),
         [
-            ({"fit": None}, "no time model"),
-            ({"devices": shares_plan((8, 8), 64).devices}, "no parts of device 0's memory"),
+            (make_plan(cost=None), "no time model"),
+            (changed_seats(make_plan(), lambda _, seat: replace(seat, memory=None)), "no parts of device 0's memory"),
         ],
     )
-    def test_plans_without_measurements(self, changes, lacks):
+    def test_plans_without_measurements(self, plan, lacks):
         with raises(PlanError, f"The plan has {lacks}"):
-            sharded_plan(make_plan(**changes), make_model())
+            sharded_plan(plan, make_model())
 
     def test_a_sharded_plan(self):
         found = sharded_plan(make_plan(), make_model(), layers=Layer)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from autosplit import ddp
 from autosplit.accelerators import backend
 from autosplit.errors import InputError, SlowRankWarning
-from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.solve.step_time import Cost, StepTime, TimeCurve
 from autosplit.tools import slow_ranks
 
 WINDOW = 8
@@ -86,7 +85,7 @@ def trained(
                     clock.now_s += 1.0 if waits else 1000.0
                     optimizer.step()
                     optimizer.zero_grad()
-                    found["splits"].append(tuple(rank.batch_size for rank in ctx.plan.ddp.ranks))
+                    found["splits"].append(ctx.plan.ddp.split)
     found["warnings"] = [str(one.message) for one in caught if one.category is SlowRankWarning]
     return found
 
@@ -144,15 +143,15 @@ def test_own_time_ends_before_the_all_reduce(jobs):
     assert found_by(jobs, "own time") == [True, True]
 
 
-def fitted(*curves: TimeCurve) -> Fit:
-    return Fit(StepTime.bare(curves, 0.0, adds_up=True))
+def fitted(*curves: TimeCurve) -> Cost:
+    return Cost(StepTime.bare(curves, 0.0, adds_up=True))
 
 
 def test_a_planned_wait_is_no_complaint():
     slow, fast = TimeCurve(((1, 1.0),)), TimeCurve(((1, 0.5),))
     plan = make_plan((4, 4), 8)
     assert slow_ranks._complaint(plan, 8, [4.0, 2.0], [0.0, 0.0], 4.0) is not None
-    plan = replace(plan, fit=fitted(slow, fast))
+    plan = make_plan((4, 4), 8, cost=fitted(slow, fast))
     assert slow_ranks._complaint(plan, 8, [4.0, 2.0], [0.0, 0.0], 4.0) is None
     assert "The plan expected 4,000 ms for rank 0" in slow_ranks._complaint(plan, 8, [9.0, 2.0], [0.0, 0.0], 9.0)
 

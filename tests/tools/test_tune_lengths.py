@@ -68,7 +68,7 @@ def test_shorter_samples_take_the_memory_of_the_longest_and_no_more(plan):
     for point in plan.lengths.points:
         tokens = TOKENS[:, torch.arange(point.length) % 20]
         at = Workload(Encoder(), (tokens, tokens.float()), loss_fn=loss, optimizer=torch.optim.AdamW)
-        limits = [device.peak_bytes for device in plan.devices]
+        limits = [seat.peak_bytes for seat in plan.main.seats]
         shares = plan.lengths.split_of(point.length, plan.split)
         found = measure(at, devices="sim:2xRTX3090@1GiB", split=shares)
         assert all(peak <= limit for peak, limit in zip(found.peak_bytes, limits, strict=True))

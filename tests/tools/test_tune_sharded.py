@@ -58,7 +58,7 @@ class TestModelsThatDoNotFit:
             tune_sharded(make_workload, devices=spec, layers=Layer, effective_batch_size=64, shard_size=int(spec[4]))
             for spec in (devices, devices.partition("@")[0])
         )
-        for own, other in zip(plan.ddp.ranks, large.ddp.ranks, strict=True):
+        for own, other in zip(plan.ddp.seats, large.ddp.seats, strict=True):
             assert own.peak_bytes == other.peak_bytes <= own.ceiling.capacity_bytes
             assert own.ceiling.capacity_bytes == parse_bytes(devices.partition("@")[2])
         assert "sharded-simulated" in kinds_of(plan)
@@ -68,7 +68,7 @@ class TestModelsThatDoNotFit:
 
     def test_the_ceiling_fills_the_devices_own_memory(self):
         plan = sharded(FITS_NOT, effective_batch_size=20_000)
-        for rank in plan.ddp.ranks:
+        for rank in plan.ddp.seats:
             ceiling = rank.ceiling
             assert ceiling.limited_by == "memory"
             assert ceiling.bytes_per_sample >= 4 * SIZE * LAYERS  # the output of each layer
@@ -90,8 +90,8 @@ class TestModelsThatDoNotFit:
     def test_the_reserve_counts_once(self):
         """The simulated GPUs with more memory kept it free, too."""
         plan = sharded("160MiB", reserve="20MiB")
-        assert {rank.ceiling.capacity_bytes for rank in plan.ddp.ranks} == {140 * MIB}
-        assert plan.ddp.ranks[0].peak_bytes == sharded(FITS_NOT).ddp.ranks[0].peak_bytes
+        assert {rank.ceiling.capacity_bytes for rank in plan.ddp.seats} == {140 * MIB}
+        assert plan.ddp.seats[0].peak_bytes == sharded(FITS_NOT).ddp.seats[0].peak_bytes
 
     def test_a_cpu_can_not_be_simulated(self):
         with raises(DoesNotFitError, "take 64 MiB, and cpu:0 has 60 MiB"):
@@ -108,18 +108,18 @@ def test_a_plan_that_was_made_elsewhere():
 def test_the_activations_are_traced_and_not_those_of_the_update():
     """The plan's own ceilings had no bytes per sample: a whole rank needs the most memory in its update."""
     whole = tune(make_workload, devices="sim:2xRTX3090@1GiB", strategy="ddp", effective_batch_size=64)
-    assert whole.ddp.ranks[0].ceiling.bytes_per_sample == 0
-    assert sharded("1GiB").ddp.ranks[0].ceiling.bytes_per_sample >= 4 * SIZE * LAYERS
+    assert whole.ddp.seats[0].ceiling.bytes_per_sample == 0
+    assert sharded("1GiB").ddp.seats[0].ceiling.bytes_per_sample >= 4 * SIZE * LAYERS
 
 
 class TestParamDtype:
     def test_only_the_shards_keep_the_dtype_of_the_parameters(self):
         full, half = sharded("1GiB"), sharded("1GiB", param_dtype=torch.bfloat16)
         shards = 4 * PARAMETERS / 2
-        sizes = [plan.ddp.ranks[0].ceiling.fixed_bytes / MIB - shards - WORKSPACE for plan in (full, half)]
+        sizes = [plan.ddp.seats[0].ceiling.fixed_bytes / MIB - shards - WORKSPACE for plan in (full, half)]
         assert sizes[0] == pytest.approx(2 * 4 + 2 * 4 + 4, abs=0.5)  # see Note [Memory of a sharded model], 1 gradient
         assert sizes[1] == pytest.approx(sizes[0] / 2, abs=0.5)
-        ratio = half.ddp.ranks[0].ceiling.bytes_per_sample / full.ddp.ranks[0].ceiling.bytes_per_sample
+        ratio = half.ddp.seats[0].ceiling.bytes_per_sample / full.ddp.seats[0].ceiling.bytes_per_sample
         assert 0.5 <= ratio < 0.8
         assert half.samples_per_s > full.samples_per_s
 

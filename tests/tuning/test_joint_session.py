@@ -37,8 +37,8 @@ from autosplit.devices.accelerator import Found
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, UserCodeError, WorkloadError
 from autosplit.oom import DoesNotFitError
+from autosplit.plan.layout import DdpOptions
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import DdpOptions
 from autosplit.probe.request import checked_request
 from autosplit.profiles import store as profiles
 from autosplit.profiles.key import ProfileKey, machine_of, workload_of
@@ -300,7 +300,7 @@ def with_less_memory() -> dict[str, Any]:
         first = tune(workload(model, optimizer=torch.optim.SGD), "cpu", max_batch_size=64, **options)
         real = specs.available_host_bytes
         # Both may use 80% of this, slightly less than the fuller rank needs. So the fit shows what fits well.
-        specs.available_host_bytes = lambda: int(1.2 * max(device.peak_bytes for device in first.devices))
+        specs.available_host_bytes = lambda: int(1.2 * max(seat.peak_bytes for seat in first.main.seats))
         try:
             second = tune(workload(model, optimizer=torch.optim.SGD), "cpu", max_batch_size=64, **options)
         finally:
@@ -353,14 +353,14 @@ class TestTwoRanks:
         assert one["plan"] == other["plan"]
         plan = Plan.from_json(one["plan"], source="a scenario")
         assert plan.ddp.measured
-        assert [settings.device for settings in plan.ddp.ranks] == ["cpu:0", "cpu:1"]
-        assert tuple(settings.batch_size for settings in plan.ddp.ranks) == plan.split
+        assert [device.label for device in plan.devices] == ["cpu:0", "cpu:1"]
+        assert plan.ddp.split == plan.split
         assert min(plan.split) >= 1
         assert plan.effective_batch_size == plan.ddp.effective_batch_size == 64
-        large, small = (settings.ceiling for settings in plan.ddp.ranks)
+        large, small = (seat.ceiling for seat in plan.ddp.seats)
         assert large.capacity_bytes == 2 * small.capacity_bytes
         assert large.role == small.role == "rank"
-        assert all(rank.peak_bytes <= rank.ceiling.capacity_bytes for rank in plan.ddp.ranks)
+        assert all(seat.peak_bytes <= seat.ceiling.capacity_bytes for seat in plan.ddp.seats)
         assert 1 <= len(plan.trials) <= 3
         assert all(len(trial.peak_bytes) == 2 for trial in plan.trials if trial.failure is None)
         assert "ddp-measured" in kinds(plan.notes)
@@ -404,7 +404,7 @@ class TestTwoRanks:
         assert str(second.notes[0]).endswith("; its samples/s are predicted")
         assert max(second.split) < max(first.split)
         assert not second.ddp.measured
-        assert all(device.peak_bytes <= device.capacity_bytes for device in second.devices)
+        assert all(seat.peak_bytes <= seat.device.capacity_bytes for seat in second.main.seats)
 
     def test_a_parameter_without_a_gradient_is_told_to_ddp(self, ranks: Any) -> None:
         assert plan_of(ranks, "unused").ddp.options.find_unused_parameters
@@ -553,7 +553,7 @@ def test_the_command_starts_the_ranks_itself(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     plan = Plan.from_json(done.stdout, source="stdout")  # alone there, and once
     assert plan.ddp.measured
-    assert len(plan.ddp.ranks) == 2
+    assert len(plan.ddp.seats) == 2
     assert Plan.load(tmp_path / "plan.json") == plan
     assert len(saved_profiles()) == 1
 
@@ -810,9 +810,7 @@ class TestUsableHere:
 def test_options_of_a_plan_reach_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    plan = make_plan((4,))
-    plan = replace(plan, ddp=replace(plan.ddp, options=DdpOptions(find_unused_parameters=True)))
-    with ddp.setup(plan) as ctx:
+    with ddp.setup(make_plan((4,), options=DdpOptions(find_unused_parameters=True))) as ctx:
         assert ctx.wrap(Net()).find_unused_parameters
         assert not ctx.wrap(Net(), find_unused_parameters=False).find_unused_parameters
 

@@ -37,8 +37,8 @@ class TestSimulated:
         plan = autosplit.tune(mlp(), devices=CARDS, effective_batch_size=96, n_trials=3, profile="off")
         found = measure(devices=CARDS, split=plan.split, accumulation_steps=plan.accumulation_steps)
         assert found.samples_per_s == pytest.approx(plan.samples_per_s)
-        assert found.peak_bytes == tuple(device.peak_bytes for device in plan.devices)
-        assert found.memory == tuple(device.memory for device in plan.devices)
+        assert found.peak_bytes == tuple(seat.peak_bytes for seat in plan.main.seats)
+        assert found.memory == tuple(seat.memory for seat in plan.main.seats)
         assert (found.simulated, found.spread_s, found.strategy) == (True, 0.0, "balanced")
         assert found.device_names == ("RTX3090", "RTX2080Ti")
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpus import GIB, FakeCuda, cards, stand_in
+from handmade import changed_plan, changed_seats
 from marks import slow
 from noted import kinds
 from raised import raises
@@ -31,16 +32,17 @@ from autosplit.errors import InputError
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
+from autosplit.plan.resolve import resolve
 from autosplit.probe import request
 from autosplit.probe.gradient_check import not_checked
 from autosplit.profiles import key
 from autosplit.profiles import store as profiles
 from autosplit.profiles.key import ProfileKey
-from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.profiles.store import NOT_SAVED
 from autosplit.runtime import prepare as staging
 from autosplit.runtime.cpu import CpuWorker
 from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
+from autosplit.solve.change import Change
 from autosplit.solve.memory import Ceiling
 from autosplit.tuning import recall as recalling
 from autosplit.tuning.process import Process, Processes, alone
@@ -195,7 +197,7 @@ def test_less_free_memory_on_the_cards_is_solved_again_and_confirmed(twins, no_s
     twins(1)
     monkeypatch.setattr(devices, "_ACCELERATOR_RESERVE", 0.0)
     first = tune(wide(), devices="cuda", **{**OPTIONS, "effective_batch_size": 512, "max_batch_size": 512})
-    peaks = [device.peak_bytes for device in first.devices]
+    peaks = [seat.peak_bytes for seat in first.main.seats]
     no_search()
     ran = twins(1, others=24 * GIB - max(peaks) + 100 * 2**10)
     short = tune(wide(), devices="cuda", **{**OPTIONS, "effective_batch_size": 512, "max_batch_size": 512})
@@ -205,7 +207,7 @@ def test_less_free_memory_on_the_cards_is_solved_again_and_confirmed(twins, no_s
     assert ran[0][0] == short.split
     assert short.split != first.split
     assert short.effective_batch_size == 512
-    assert all(device.peak_bytes <= device.capacity_bytes for device in short.devices)
+    assert all(seat.peak_bytes <= seat.device.capacity_bytes for seat in short.main.seats)
     assert kept_plan().split == first.split
     twins(1)
     assert (
@@ -233,7 +235,7 @@ def test_less_free_memory_of_a_processor_is_solved_again(monkeypatch, no_search)
     options: dict[str, Any] = {"devices": "cpu", "effective_batch_size": 64, "max_batch_size": 64, "n_trials": 3}
     first = tune(wide(), **options)
     path = saved_profiles()[0][0]
-    before, peak = path.read_bytes(), first.devices[0].peak_bytes
+    before, peak = path.read_bytes(), first.main.seats[0].peak_bytes
     no_search()
     monkeypatch.setattr(specs, "available_host_bytes", lambda: peak)
     second = tune(wide(), **options)
@@ -241,8 +243,8 @@ def test_less_free_memory_of_a_processor_is_solved_again(monkeypatch, no_search)
     assert second.notes[0].kind == "less-memory"
     assert second.batch_size < first.batch_size
     assert second.effective_batch_size == 64
-    assert second.devices[0].peak_bytes <= second.devices[0].capacity_bytes < peak
-    assert second.ddp.ranks[0].batch_size == second.batch_size
+    assert second.main.seats[0].peak_bytes <= second.devices[0].capacity_bytes < peak
+    assert second.ddp.split[0] == second.batch_size
     assert path.read_bytes() == before
     assert "less-memory" not in kinds(tune_with_memory(monkeypatch, 2**34, **options).notes)
 
@@ -258,8 +260,8 @@ def test_where_the_fits_have_no_answer_it_is_tuned_anew_and_said_so(monkeypatch)
     first = tune(wide(), **options)
     ((path, _),) = saved_profiles()
     # A plan of an older version has no fits.
-    replace(first, fit=None, notes=()).save(path)
-    anew = tune_with_memory(monkeypatch, first.devices[0].peak_bytes, **options)
+    changed_plan(first, cost=None, notes=()).save(path)
+    anew = tune_with_memory(monkeypatch, first.main.seats[0].peak_bytes, **options)
     assert anew.notes[0].kind == "tuned-again"
     assert "no split fits according to its measurements" in anew.notes[0].text
     assert anew.batch_size < first.batch_size
@@ -294,8 +296,8 @@ def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_f
         return "sim:" + spec.format(*(kib for _ in cards_.split("+")))
 
     whole = tune(make, devices=on(8000), **options)
-    most = max(device.peak_bytes for device in whole.devices)
-    fixed = max(device.ceiling.fixed_bytes for device in whole.devices)
+    most = max(seat.peak_bytes for seat in whole.main.seats)
+    fixed = max(seat.ceiling.fixed_bytes for seat in whole.main.seats)
     kib = int(fixed + share * (most - fixed)) // 1024
     lowered = request_for(on(kib), effective, strategy=strategy, max_batch_size=1024)
     key = ProfileKey({}, {}, {})
@@ -307,7 +309,7 @@ def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_f
         again, _ = recalling.tried_again(key, lowered, found, processes)
     assert again is not None
     assert again != whole
-    assert all(device.peak_bytes <= device.capacity_bytes == kib * 1024 for device in again.devices)
+    assert all(seat.peak_bytes <= seat.device.capacity_bytes == kib * 1024 for seat in again.main.seats)
     assert again.effective_batch_size == (effective or again.batch_size)
     assert Plan.from_json(again.to_json()) == again
     assert again.explain().sentences
@@ -323,10 +325,10 @@ def test_a_smaller_plan_leaves_room_for_what_its_line_misses():
     plan = tune(bias(), devices="sim:2xRTX3090", effective_batch_size=64, strategy="ddp", profile="off")
     points = ((32, 274432, False), (64, 473088, False))
     ceiling = Ceiling("sim:0", "rank", 64, "max_batch_size", 75776, 6208, 473088, 2**30, points=points)
-    ranks = tuple(replace(rank, ceiling=ceiling) for rank in plan.ddp.ranks)
-    again = solved_again(replace(plan, ddp=replace(plan.ddp, ranks=ranks)), Lack((448265,) * 2, 0, 1))
+    plan = changed_seats(plan, lambda _, seat: replace(seat, ceiling=ceiling))
+    again = resolve(plan, Change(capacities_bytes=(448265,) * 2))
     assert again is not None
-    assert {rank.ceiling.batch_size for rank in again.ddp.ranks} == {59}
+    assert {*again.ddp.ceilings} == {59}
 
 
 # -------------------------------------------------------------------------------------------------------------- misses
@@ -496,12 +498,13 @@ def test_ranks_that_begin_to_accumulate_keep_room_for_their_gradients():
     plan = tune(bias(), devices="sim:2xRTX3090", effective_batch_size=64, strategy="ddp", profile="off")
     points = ((32, 274432, False), (64, 473088, False))
     ceiling = Ceiling("sim:0", "rank", 64, "max_batch_size", 75776, 6208, 473088, 2**30, points=points)
-    ranks = tuple(replace(rank, ceiling=ceiling, accumulation_steps=1) for rank in plan.ddp.ranks)
-    before, capacity_bytes, gradients_bytes = replace(plan, ddp=replace(plan.ddp, ranks=ranks)), 265000, 37376
-    again = solved_again(before, Lack((capacity_bytes,) * 2, gradients_bytes, 1))
+    assert plan.accumulation_steps == 1
+    capacity_bytes, gradients_bytes = 265000, 37376
+    plan = changed_seats(plan, lambda _, seat: replace(seat, ceiling=ceiling))
+    again = resolve(plan, Change(capacities_bytes=(capacity_bytes,) * 2, waiting_bytes=gradients_bytes))
     assert again is not None
-    assert again.ddp.ranks[0].accumulation_steps == 2
-    for rank in again.ddp.ranks:
-        needed_bytes = ceiling.bytes_at(rank.batch_size) + gradients_bytes
-        assert rank.peak_bytes == needed_bytes < capacity_bytes
-        assert rank.batch_size <= rank.ceiling.batch_size <= (capacity_bytes - gradients_bytes - 75776) // 6208
+    assert again.ddp.accumulation_steps == 2
+    for seat in again.ddp.seats:
+        needed_bytes = ceiling.bytes_at(seat.samples) + gradients_bytes
+        assert seat.peak_bytes == needed_bytes < capacity_bytes
+        assert seat.samples <= seat.ceiling.batch_size <= (capacity_bytes - gradients_bytes - 75776) // 6208

@@ -78,19 +78,19 @@ def one_block() -> Workload:
 
 
 def check_sums(plan: Plan, effective: int) -> None:
-    for device in plan.devices if plan.complete else ():  # an interrupted tuning traces nothing more
-        assert device.memory is not None
-        assert device.memory.total_bytes == device.peak_bytes
+    for seat in plan.main.seats if plan.complete else ():  # an interrupted tuning traces nothing more
+        assert seat.memory is not None
+        assert seat.memory.total_bytes == seat.peak_bytes
     assert sum(plan.split) == plan.batch_size
     sizes = micro_batch_sizes(plan.effective_batch_size, plan.batch_size)
     assert sum(sizes) == plan.effective_batch_size == effective
     assert len(sizes) == plan.accumulation_steps
-    assert all(device.peak_bytes <= device.capacity_bytes for device in plan.devices)
-    assert all(rank.peak_bytes <= rank.ceiling.capacity_bytes for rank in plan.ddp.ranks)
-    if plan.ddp.ranks:
-        together = sum(rank.batch_size for rank in plan.ddp.ranks)
-        assert together * (plan.ddp.ranks[0].accumulation_steps - 1) < effective
-        assert together * plan.ddp.ranks[0].accumulation_steps >= effective
+    assert all(seat.peak_bytes <= seat.device.capacity_bytes for seat in plan.main.seats)
+    if plan.ddp is not None:
+        assert all(seat.peak_bytes <= seat.ceiling.capacity_bytes for seat in plan.ddp.seats)
+        together = plan.ddp.batch_size
+        assert together * (plan.ddp.accumulation_steps - 1) < effective
+        assert together * plan.ddp.accumulation_steps >= effective
 
 
 def traced(workload: Workload) -> Callable[[StepShape], tuple[int, ...]]:
@@ -132,7 +132,7 @@ class TestSimulated:
         workload = Workload(net(), net_batch(8), loss_fn=F.cross_entropy, optimizer=torch.optim.SGD)
         machine = "sim:3x{}+3x{}".format(*working_cards)
         plan = quick(workload, machine, strategy="ddp", effective_batch_size=768)
-        shares = [rank.batch_size for rank in plan.ddp.ranks]
+        shares = [*plan.ddp.split]
         slowest = {}
         with ExitStack() as closing:
             request = checked_request(devices=machine)
@@ -148,7 +148,7 @@ class TestSimulated:
         best = min(slowest, key=lambda fast: slowest[fast])
         assert abs(shares[0] - best) <= 8, (shares, best)
         for index, share in enumerate(shares):
-            curve = plan.fit.step_time.curves[index]
+            curve = plan.main.cost.step_time.curves[index]
             assert share in dict(curve.points), "the rate is measured at this share, and not interpolated"
 
 
@@ -293,8 +293,8 @@ def test_a_card_too_small_for_a_rank_is_timed_as_what_it_is():
     held = peaks(StepShape(((64,),)))[0]
     assert held < peaks(StepShape(((1,),), "rank", num_ranks=2))[0]
     plan = quick(wide(), f"sim:1xRTX3090@{held}B+1xRTX3090", effective_batch_size=64)
-    assert plan.ddp.ranks == ()
-    assert plan.fit.step_time.curves[0](1) < 0.01
+    assert plan.ddp is None
+    assert plan.main.cost.step_time.curves[0](1) < 0.01
 
 
 # ------------------------------------------------------------------------------------------------------- budgets
@@ -528,9 +528,9 @@ class TestDdpStrategy:
         plan = quick(one_block(), "sim:1xH100-80GB+1xRTX3090", effective_batch_size=512, strategy="ddp")
         check_sums(plan, 512)
         assert plan.trials == ()
-        assert plan.split == tuple(rank.batch_size for rank in plan.ddp.ranks)
-        assert plan.ceilings == tuple(rank.ceiling.batch_size for rank in plan.ddp.ranks)
-        assert all(rank.ceiling.role == "rank" for rank in plan.ddp.ranks)
+        assert plan.split == plan.ddp.split
+        assert plan.ceilings == plan.ddp.ceilings
+        assert all(seat.ceiling.role == "rank" for seat in plan.ddp.seats)
         assert plan.samples_per_s == plan.ddp.samples_per_s
         assert plan.split[0] > plan.split[1]
         assert "ddp-predicted" in kinds(plan.notes)
@@ -554,8 +554,8 @@ class TestDdpStrategy:
     @pytest.mark.whole
     def test_a_loss_over_the_batch(self):
         plan = quick(small(loss_scope="batch"), "sim:2xRTX3090", max_batch_size=16)
-        assert plan.ddp.ranks == ()
-        assert "loss_scope" in plan.ddp.reason
+        assert plan.ddp is None
+        assert "loss_scope" in plan.why_no_ddp
 
 
 # ------------------------------------------------------------------------------- steps that cannot be accumulated
@@ -601,7 +601,7 @@ class TestSingleForward:
         check_sums(plan, 64)
         assert plan.accumulation_steps == 1
         assert all(trial.accumulation_steps == 1 for trial in plan.trials)
-        assert all(rank.accumulation_steps == 1 for rank in plan.ddp.ranks)
+        assert plan.ddp is None or plan.ddp.accumulation_steps == 1
 
     @pytest.mark.parametrize("devices", ["cpu:128KiB,cpu:128KiB", whole("sim:2xRTX3090@128KiB")])
     @pytest.mark.parametrize("strategy", [slow("auto"), "ddp"])

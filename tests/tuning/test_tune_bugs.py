@@ -87,7 +87,7 @@ def test_a_single_device_that_accumulates_is_probed_as_it_accumulates():
         profile="off",
     )
     assert plan.accumulation_steps > 1
-    assert plan.devices[0].peak_bytes <= plan.devices[0].capacity_bytes
+    assert plan.main.seats[0].peak_bytes <= plan.devices[0].capacity_bytes
 
 
 def test_one_slow_run_does_not_decide(monkeypatch):

@@ -59,7 +59,7 @@ def plan(model: nn.Module, loader: DataLoader[Any]) -> None:
     assert_type(plan.goodput(400), Goodput)
     assert_type(plan.export("accelerate"), Export)
     assert_type(plan.to_dict(), dict[str, Any])
-    assert_type(plan.ddp.ranks[0].batch_size if plan.ddp else None, int | None)
+    assert_type(plan.ddp.split[0] if plan.ddp else None, int | None)
     with plan.budgets() as tracker:
         assert_type(tracker, Tracker)
     for step in plan.steps(loader):

@@ -10,17 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autosplit.cli.output import Manner, print_answer, progress, speaks
-from autosplit.cli.tables import (
-    add_row,
-    memory_text,
-    pairs_table,
-    plain_table,
-    print_bullets,
-    print_plain,
-    rates_text,
-    short_bytes_text,
-    short_name,
-)
+from autosplit.cli.tables import add_row, pairs_table, plain_table, print_bullets, print_plain
 from autosplit.cli.workload_arguments import (
     as_rank,
     check_before_running,
@@ -32,7 +22,7 @@ from autosplit.cli.workload_arguments import (
 )
 from autosplit.launcher import end_with_launcher
 from autosplit.plan.measured_step import MeasuredStep
-from autosplit.text import ms_text, rate_text, tuple_text
+from autosplit.text import memory_text, ms_text, rate_text, rates_text, short_bytes_text, short_name, tuple_text
 
 _PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "untraced")
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from autosplit.cli.named_plan import profile_path
 from autosplit.cli.output import Manner, print_json
-from autosplit.cli.plan_report import request_text
 from autosplit.cli.stored_profile import Profile, profile_at
-from autosplit.cli.tables import add_row, pairs_table, plain_table, print_bullets, print_plain, short_name
+from autosplit.cli.tables import add_row, pairs_table, plain_table, print_bullets, print_plain
 from autosplit.cli.terminal import console_for
 from autosplit.errors import InputError, ProfileError
 from autosplit.files import profiles_folder
 from autosplit.profiles.store import KEY_DIGITS, profile_paths, remove_left_over, remove_profile
-from autosplit.text import counted_text, rate_text, tuple_text
+from autosplit.text import counted_text, rate_text, request_text, short_name, tuple_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
