@@ -93,13 +93,11 @@ def _own_share(module: Any, device: torch.device) -> float:
 def checked_module(module: Any) -> nn.Module:
     """Return a module unchanged. Raise InputError if it is not a module."""
     if isinstance(module, type):
-        raise InputError(
-            f"model is the class {module.__name__}. Expected an instance. Pass {module.__name__}(...).",
-        )
+        raise InputError(f"model is the class {module.__name__}. Expected an instance. Pass {module.__name__}(...).")
     if not hasattr(module, "named_parameters"):
         raise InputError(
             f"model is {shown(module)}. Expected an nn.Module. Pass the model that was tuned. If you tuned several "
-            "models, pass each model separately.",
+            "models, pass each model separately."
         )
     found: nn.Module = module
     return found
@@ -126,7 +124,7 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
         raise InputError(
             f"The {type(module).__name__} got new parameters when it moved to {device}, and something still uses the "
             f"old {held!r}. An optimizer with the old parameters would not train the model. Wrap the model first, "
-            "then create the optimizer.",
+            "then create the optimizer."
         )
     return module
 

@@ -1,4 +1,4 @@
-"""Find functions of `tools`, `sim` and `integrations` by name.
+"""Find commands, and functions of `tools`, `sim` and `integrations`, by name.
 
 The core imports none of these packages, and works without their folders.
 """
@@ -21,8 +21,8 @@ ADDONS = {
     "figure_of": "tools.charts:figure_of",
     "goodput_of": "tools.goodput:goodput_of",
     "loader_fit": "tools.loader_bound:loader_fit",
-    "lengths_in": "tools.lengths_file:lengths_in",
-    "named_workload": "sim.named_workload:named_workload",
+    "lengths_in": "tools.padded_length:lengths_in",
+    "named_workload": "sim.from_name:named_workload",
     "oom_cuts": "tools.oom_cuts:cuts_of_loader",
     "plan_for_job_devices": "tools.other_devices:plan_for_job_devices",
     "prepare_simulated": "sim.prepare:prepare_simulated",
@@ -37,36 +37,46 @@ ADDONS = {
 """The function of each name, as "module:function"."""
 
 
-def addon(name: str) -> Any:
-    """Return the function of a name in `ADDONS`.
+COMMANDS = {
+    "devices": "tools.commands:DEVICES",
+    "doctor": "tools.commands:DOCTOR",
+    "init": "tools.commands:INIT",
+    "tune": "cli.commands:TUNE",
+    "compare": "sim.commands:COMPARE",
+    "measure": "cli.commands:MEASURE",
+    "probe": "cli.commands:PROBE",
+    "check": "cli.commands:CHECK",
+    "loader": "tools.commands:LOADER",
+    "show": "cli.commands:SHOW",
+    "report": "tools.commands:REPORT",
+    "export": "integrations.commands:EXPORT",
+    "launch": "cli.commands:LAUNCH",
+    "profiles": "cli.commands:PROFILES",
+}
+"""The declaration of each command, in the order of the help."""
 
-    Raises:
-        InputError: The function's package is not installed.
-    """
+
+def addon(name: str) -> Any:
+    """Return the function of a name in `ADDONS`. Raise InputError if its package is not installed."""
     return found_at(ADDONS[name])
 
 
 def found_at(place: str) -> Any:
-    """Return the function at a place such as ``"tools.goodput:goodput_of"``.
-
-    Raises:
-        InputError: The function's package is not installed.
-    """
-    module, _, function = place.partition(":")
-    package = f"autosplit.{module.partition('.')[0]}"
-    try:
-        importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
+    """Return the object at a place such as ``"tools.goodput:goodput_of"``. See `addon`."""
+    module, _, name = place.partition(":")
+    if not is_installed(place):
         raise InputError(
-            f"{function} needs the package {package}, which this installation of autosplit lacks. Install autosplit "
+            f"This installation of autosplit lacks the package autosplit.{module.partition('.')[0]}. Install autosplit "
             "again: pip install --force-reinstall autosplit."
-        ) from None
-    return getattr(importlib.import_module(f"autosplit.{module}"), function)
+        )
+    return getattr(importlib.import_module(f"autosplit.{module}"), name)
+
+
+def is_installed(place: str) -> bool:
+    """Return whether the package of a place such as ``"tools.goodput:goodput_of"`` is installed."""
+    return importlib.util.find_spec(f"autosplit.{place.partition('.')[0]}") is not None
 
 
 def found_addon(name: str) -> Any | None:
     """Return the function of a name in `ADDONS`, or None if its package is not installed."""
-    package = ADDONS[name].partition(".")[0]
-    return addon(name) if importlib.util.find_spec(f"autosplit.{package}") is not None else None
+    return addon(name) if is_installed(ADDONS[name]) else None

@@ -133,7 +133,7 @@ def profiles_folder() -> Path:
             return found / "profiles"
     raise ProfileError(
         f"AUTOSPLIT_CACHE_DIR is {given!r} and the home directory is unknown. Expected a folder for profiles. Set "
-        "AUTOSPLIT_CACHE_DIR or HOME to a folder.",
+        "AUTOSPLIT_CACHE_DIR or HOME to a folder."
     )
 
 
@@ -155,5 +155,5 @@ def write_for_all(path: Path, text: str, called: str = "") -> None:
     except (OSError, ValueError) as error:  # a name with a null character raises ValueError
         reason = getattr(error, "strerror", None) or error
         raise InputError(
-            f"{called or path} can't be written ({reason}). Choose a file in an existing folder.",
+            f"{called or path} can't be written ({reason}). Choose a file in an existing folder."
         ) from error

@@ -22,37 +22,25 @@ from typing import Any
 
 import msgspec
 
-from autosplit.cli.json_types import Ceilings, Checks, LaunchCommand, Place, Profiles, Removed
-from autosplit.integrations.export_command import Exported
-from autosplit.plan.measured_step import MeasuredStep
+from autosplit.addons import found_at
+from autosplit.cli.output import Answer
+from autosplit.cli.parser import commands
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import SCHEMA_VERSION
-from autosplit.sim.comparison_types import Compared, ComparedModels
-from autosplit.tools.examination import Examination, SharedResult
-from autosplit.tools.inventory import Devices
-from autosplit.tools.loader_result import MeasuredLoader
-from autosplit.tools.written_workload import StartingWorkload
+from autosplit.tools.examination import SharedResult
+
+
+def type_of_answer(place: str) -> type:
+    """Return the type of a command's answer, from the annotation of its function."""
+    hint = typing.get_type_hints(found_at(place))["return"]
+    answer = next(one for one in (hint, *typing.get_args(hint)) if typing.get_origin(one) is Answer)
+    found: type = typing.get_args(answer)[0]
+    return found
+
 
 ANSWERS: Mapping[str, type] = {
-    "devices": Devices,
-    "doctor": Examination,
-    "init": StartingWorkload,
-    "tune": Plan,
-    "compare": Compared,
-    "compare --models": ComparedModels,
-    "measure": MeasuredStep,
-    "probe": Ceilings,
-    "check": Checks,
-    "loader": MeasuredLoader,
-    "show": Plan,
-    "profiles": Profiles,
-    "profiles list": Profiles,
-    "profiles show": Plan,
-    "profiles path": Place,
-    "profiles remove": Removed,
-    "report": Place,
-    "export": Exported,
-    "launch": LaunchCommand,
+    **{name: type_of_answer(command.body) for name, command in commands().items()},
+    "compare --models": type_of_answer("sim.compare_models_command:compare_models"),
 }
 """The type of each command's answer."""
 

@@ -34,7 +34,7 @@ def test_as_a_plan(irregular: tuple[str, Path]) -> None:
 
 
 def test_as_lengths(irregular: tuple[str, Path]) -> None:
-    from autosplit.tools.lengths_file import lengths_in
+    from autosplit.tools.padded_length import lengths_in
 
     what, path = irregular
     with raises(InputError, str(what)):

@@ -78,7 +78,6 @@ WITHOUT_TORCH = (
     "cli.check_report",
     "tools.report_charts",
     "tools.report_page",
-    "cli.workload_spec",
     "integrations.even_plan",
     "integrations.export",
     "tools.canvas",
@@ -87,7 +86,6 @@ WITHOUT_TORCH = (
     "cli.named_plan",
     "cli.stored_profile",
     "cli.workload_arguments",
-    "cli.json_types",
     "cli.commands.profiles",
     "tools.devices_command",
     "cli.commands.tune",
@@ -100,11 +98,15 @@ WITHOUT_TORCH = (
     "tools.report_command",
     "integrations.export_command",
     "cli.options",
+    "cli.commands",
+    "tools.commands",
+    "sim.commands",
+    "integrations.commands",
     "cli.parser",
     "cli.main",
 )
 MOST_MODULES = 90
-MOST_LINES = 16_341
+MOST_LINES = 16_337
 """Limits on what `import autosplit.tuning.tune` loads of autosplit. Lower them when it loads less."""
 
 TOOLS = ("accelerate", "lightning", "peft", "ray", "transformers")

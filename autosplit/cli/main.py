@@ -21,8 +21,6 @@ from autosplit.cli.parser import parse
 from autosplit.cli.terminal import restored_terminal, sent_nowhere, show_stopping, streams_made_fit
 from autosplit.errors import AutosplitError, InputError, shown
 
-_INTERRUPTED_BEFORE = {"doctor": "the diagnosis was complete", "loader": "the loader was measured"}
-
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ENXIO, errno.EAGAIN)
 """Errors of a stdout that can't be written: its disk is full, its terminal is gone, or it is read-only."""
 
@@ -40,8 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     except AutosplitError as error:
         return failed(str(error), error.exit_code, getattr(error, "frames", ()))
     except KeyboardInterrupt:
-        before = _INTERRUPTED_BEFORE.get(words[0], "any plan was found")
-        return failed(f"The command was interrupted before {before}. Run it again.", EXIT_INTERRUPTED)
+        return failed("The command was interrupted before it had a result. Run it again.", EXIT_INTERRUPTED)
     except BrokenPipeError:
         sent_nowhere(sys.stdout)  # The reader, such as `head`, closed the pipe.
         return 0

@@ -15,9 +15,7 @@ from autosplit.profiles.store import KEY_DIGITS, profile_paths, read_profile
 def plan_file(which: str) -> Path:
     """Return the file of a plan from a file name or the first digits of a key. A file takes precedence."""
     if which.endswith(".py") or ".py:" in which:
-        raise InputError(
-            f"{which} is a Python file, not a plan. Make a plan with autosplit tune {which}.",
-        )
+        raise InputError(f"{which} is a Python file, not a plan. Make a plan with autosplit tune {which}.")
     return Path(which) if _is_file(which) else profile_path(which)
 
 
@@ -40,7 +38,7 @@ def profile_path(key: str) -> Path:
     problem = f"{len(matches)} plans begin with {key!r}: {found}." if matches else f"There is no plan {key!r}."
     newest = f" The newest keys are: {found}." if found and not matches else ""
     raise InputError(
-        (f"{problem}{newest} Name a plan file, or the first digits of a key. autosplit profiles lists the keys."),
+        f"{problem}{newest} Name a plan file, or the first digits of a key. autosplit profiles lists the keys."
     )
 
 
@@ -51,9 +49,7 @@ def named_or_newest(which: str | None, manner: Manner) -> tuple[Path, Plan]:
         return path, Plan.load(path) if _is_file(which) else read_profile(path)
     found = _newest_profile()
     if found is None:
-        raise InputError(
-            "No plan is saved as a profile. Make one with autosplit tune FILE, or name a plan's file.",
-        )
+        raise InputError("No plan is saved as a profile. Make one with autosplit tune FILE, or name a plan's file.")
     count = len(profile_paths())
     note(f"plan: {_description(*found)}{f', of {count} in autosplit profiles' if count > 1 else ''}", manner)
     return found

@@ -1,23 +1,29 @@
-"""Define the options that several commands share, and convert an option's declaration for argparse.
+"""Declare commands and their options. The parser, the help and the keyword arguments follow from a declaration.
 
-An option is declared as the help prints it, with its help text: ``{"--seed N": "Random seed of the search."}``. The
-metavar determines the type of the value, see `TYPES`. An option without a metavar is a switch. ``...`` after the
-metavar means that the option can be given several times. A declaration without dashes is an argument, such as
-``"spec FILE[:NAME]"``.
+An option is declared as the help prints it, with its help text: ``{"--seed N": "Random seed of the search."}``.
+
+    --seed N              an option. The metavar determines how its value is read, see `READERS`
+    --force               a switch
+    --isolate --no-isolate  a switch with a second name that switches it off
+    --devices SPEC ...    an option that can be given several times
+    spec FILE[:NAME]      a positional argument
+    key [KEY]             a positional argument that may be missing
+
+The last name is the keyword argument of the command's function. As in PEP 8, it ends with an underscore if Python has
+this name: ``all_``.
 """
 
 from __future__ import annotations
 
+import builtins
 import re
 from argparse import ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from autosplit.errors import shown
-
-Options = Mapping[str, str]
-"""Help text by declaration."""
 
 
 def whole(text: str) -> int:
@@ -29,13 +35,8 @@ def whole(text: str) -> int:
 
 
 def whole_or_range(text: str) -> int | str:
-    """Read a whole number, or check a range such as ``256:1024``, which `tune` reads."""
-    if ":" not in text:
-        return whole(text)
-    ends = text.split(":")
-    if len(ends) != 2:
-        raise ArgumentTypeError(f"{shown(text)} is neither a whole number nor a range. Write 256, or 256:1024.")
-    return ":".join(str(whole(end)) for end in ends)
+    """Read a whole number. `tune` reads a range such as ``256:1024``."""
+    return text if ":" in text else whole(text)
 
 
 def seconds(text: str) -> float:
@@ -67,7 +68,7 @@ def price(text: str) -> tuple[str, float]:
     )
 
 
-TYPES: Mapping[str, Callable[[str], object]] = {
+READERS: Mapping[str, Callable[[str], object]] = {
     "N": whole,
     "N|LEAST:MOST": whole_or_range,
     "N,N,...": split,
@@ -76,37 +77,88 @@ TYPES: Mapping[str, Callable[[str], object]] = {
 }
 """Functions that read a value, by metavar. Other values are strings."""
 
-_COUNTS = {"which": "?", "key": "?", "keys": "*", "arguments": "+"}
-_KEYWORDS = {
-    "--json": "as_json",
-    "--print": "print_only",
-    "--all": "everything",
-    "--yes": "confirmed",
-    "--input": "shape",
-}
+
+Panel = Mapping[str, str]
+"""Help texts of options, by their usage."""
 
 
-def settings_of(declaration: str, text: str) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of an option, and its keywords for `argparse.ArgumentParser.add_argument`."""
-    found = re.fullmatch(r"((?:-\S+ ?)+|\w+ )(.*?)( \.\.\.)?", declaration)
-    assert found is not None, declaration
-    names, metavar = found[1].split(), found[2]
-    settings: dict[str, Any] = {"help": text.replace("%", "%%")}
-    if names[-1] in _KEYWORDS:
-        settings["dest"] = _KEYWORDS[names[-1]]
-    if names[-1] in ("--help", "--isolate"):
-        settings["action"] = "help" if names[-1] == "--help" else BooleanOptionalAction
-    elif not metavar:
-        settings["action"] = "store_true"
-    else:
-        settings |= {"metavar": metavar, "type": TYPES.get(metavar, str)}
-    if found[3]:
-        settings["action"] = "append"
-    if metavar.startswith("[") and names == ["spec"]:
-        settings["nargs"] = "?"
-    if names[0] in _COUNTS:
-        settings["nargs"] = _COUNTS[names[0]]
-    return names, settings
+class Option(NamedTuple):
+    """An option or a positional argument."""
+
+    usage: str
+    help: str
+
+    @property
+    def names(self) -> list[str]:
+        """The names on the command line, or the name of a positional argument."""
+        words = self.usage.split()
+        return [word for word in words if word.startswith("-")] or words[:1]
+
+    @property
+    def metavar(self) -> str:
+        """The name of the value in the help. Empty for a switch."""
+        return self.usage.removeprefix(" ".join(self.names)).strip().removesuffix(" ...")
+
+    @property
+    def keyword(self) -> str:
+        """The keyword argument of the command's function."""
+        name = self.names[0 if self.is_pair else -1].lstrip("-").replace("-", "_")
+        return f"{name}_" if hasattr(builtins, name) and name != "help" else name
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether the option is a switch with a second name that switches it off."""
+        return self.names[-1].startswith("--no-")
+
+    def read(self, text: str) -> object:
+        """Convert the text of a value."""
+        return READERS.get(self.metavar, str)(text)
+
+    def add_to(self, group: Any) -> None:
+        """Add the option to a group of an `argparse.ArgumentParser`."""
+        settings: dict[str, Any] = {"help": self.help.replace("%", "%%")}
+        if not self.names[0].startswith("-"):
+            counts = {"[": "+" if " [" in self.metavar else "*" if "..." in self.metavar else "?"}
+            settings |= {"nargs": counts[self.metavar[0]]} if self.metavar[0] in counts else {}
+        else:
+            settings["dest"] = self.keyword
+        if self.metavar:
+            settings |= {"metavar": self.metavar, "type": self.read}
+            settings |= {"action": "append"} if self.usage.endswith(" ...") else {}
+        elif self.keyword == "help":
+            settings["action"] = "help"
+        else:
+            settings["action"] = BooleanOptionalAction if self.is_pair else "store_true"
+        group.add_argument(*self.names[: 1 if self.is_pair else None], **settings)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the command line.
+
+    Attributes:
+        body: The module and its function. The function gets a `Manner` and the options that were given, and returns the
+            command's `Answer`.
+        text: The help. The list of commands shows its first line.
+        example: Command lines that run.
+        panels: The options under the headings of the help.
+        subcommands: Commands that are named by a second word.
+    """
+
+    body: str
+    text: str
+    example: str
+    panels: Mapping[str, Panel] = field(default_factory=dict)
+    subcommands: Mapping[str, Command] = field(default_factory=dict)
+
+    def groups(self) -> dict[str, list[Option]]:
+        """Return the options under the headings of the help, with the options of every command."""
+        return groups_of({**self.panels, "Output": {**self.panels.get("Output", {}), **OF_ALL}})
+
+
+def groups_of(panels: Mapping[str, Panel]) -> dict[str, list[Option]]:
+    """Return the options of panels."""
+    return {title: [Option(*one) for one in panel.items()] for title, panel in panels.items()}
 
 
 HELP = {"-h --help": "Print this help and exit."}
@@ -118,11 +170,12 @@ OF_ALL = {
 }
 """The options of every command."""
 
-SPEC = "spec FILE[:NAME]"
-OPTIONAL_SPEC = "spec [FILE[:NAME]]"
-WORKLOAD = {
-    SPEC: "A Python file or package.module. NAME (default: workload) is an autosplit.Workload, or a function that "
-    "returns a Workload. You can also name a model: hf:PATH of a config.json, timm:NAME, torchvision:NAME.",
+SPEC = {
+    "spec FILE[:NAME]": "A Python file or package.module. NAME (default: workload) is an autosplit.Workload, or a "
+    "function that returns a Workload. You can also name a model: hf:PATH of a config.json, timm:NAME, "
+    "torchvision:NAME."
+}
+MODEL = {
     "--seq-len N": "For hf:PATH: tokens per sample. Default: 512, or the model's limit if that is lower.",
     "--image-size N": "For a named model: height and width in pixels. Default: the model's own.",
     "--task TASK": "For hf:PATH: causal-lm, masked-lm, seq2seq, classification or token-classification. Default: the "
@@ -132,10 +185,10 @@ WORKLOAD = {
     "--optimizer NAME": "For a named model: adamw_torch, adamw_8bit, paged_adamw_8bit or paged_adamw_32bit. Default: "
     "adamw_torch.",
 }
-"""The options of every command that runs a workload."""
+"""The options of named models. A command gets them as one keyword argument, `model_options`."""
 
-MODEL_OPTIONS = ("seq_len", "image_size", "task", "lora", "optimizer")
-"""Keywords that `commands` gets as one argument, `model_options`."""
+WORKLOAD = {**SPEC, **MODEL}
+"""The options of every command that runs a workload."""
 
 PRECISION = {
     "--precision none|bf16|fp16": "Default: the workload's precision. If you name several, as in none,bf16, autosplit "
@@ -153,9 +206,8 @@ DEVICES_HELP = (
 )
 STEPS = {
     "--reserve SIZE|SHARE": "Memory to keep free on every device: 1GiB, 5%, 0.05. Default: 5% on GPUs.",
-    "--isolate": (
-        "Run real steps in a separate process, so that a crash loses one step only. Default: on for GPUs and cpu:SIZE."
-    ),
+    "--isolate --no-isolate": "Run real steps in a separate process, so that a crash loses one step only. Default: on "
+    "for GPUs and cpu:SIZE.",
 }
 STRATEGY = {
     "--strategy auto|balanced|ddp": "How the devices train together. ddp starts one process per real device with "
@@ -180,4 +232,14 @@ KEY = {"key [KEY]": "The first characters of a profile's key."}
 PLAN = {"which [PLAN]": "A plan's file, or the first characters of a profile's key. Default: the newest profile."}
 DETAILS = {"--details": "Print the full report."}
 CODE = {"--code": "Print only the code that uses the plan."}
-OUTPUT_FILE = "-o --output PATH"
+
+
+def flags_of(keywords: Mapping[str, Any]) -> list[str]:
+    """Return keyword arguments as flags of the command line."""
+    flags = []
+    for keyword, value in keywords.items():
+        flag = keyword.replace("_", "-")
+        flags.append(f"--no-{flag}" if value is False else f"--{flag}")
+        if not isinstance(value, bool):
+            flags.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+    return flags

@@ -6,13 +6,13 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from autosplit.cli.terminal import DUMB, console_for, progress_bar, sent_nowhere, stdout_kept_clean, width_of
-from autosplit.errors import InputError
+from autosplit.errors import AutosplitError, InputError
 from autosplit.text import ascii_json, printable, printable_json, without_passwords
 
 if TYPE_CHECKING:
@@ -22,33 +22,65 @@ if TYPE_CHECKING:
     from autosplit.plan.plan import Plan
     from autosplit.tuning.progress import Progress
 
+T = TypeVar("T")
+
+EXIT_MISFIT = 3
 EXIT_INTERRUPTED = 4
 
 
 @dataclass(frozen=True)
 class Manner:
-    """A command's output flags. `parser` explains them."""
+    """A command's output flags. `options` explains them.
 
-    as_json: bool = False
+    Attributes:
+        words: The command line.
+    """
+
+    json: bool = False
     quiet: bool = False
     verbose: bool = False
     details: bool = False
     code: bool = False
+    words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        given = [flag for flag in self.flags() if flag not in ("--quiet", "--verbose")]
-        if len(given) > 1:
-            raise InputError(
-                f"{' and '.join(given)} are given together. Choose one of them.",
-            )
-        if self.quiet and self.verbose:
-            raise InputError(
-                "--quiet and --verbose are both given. Leave one of them out.",
-            )
+        for one_of in (("json", "details", "code"), ("quiet", "verbose")):
+            given = [f"--{name}" for name in one_of if getattr(self, name)]
+            if len(given) > 1:
+                raise InputError(f"{' and '.join(given)} are given together. Choose one of them.")
 
-    def flags(self) -> list[str]:
-        """Return the flags as on the command line."""
-        return [f"--{one.name.removeprefix('as_')}" for one in fields(self) if getattr(self, one.name)]
+
+class Problem(NamedTuple):
+    """An error that a command prints after its answer."""
+
+    message: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Answer(Generic[T]):
+    """A command's answer.
+
+    Attributes:
+        value: The value that ``--json`` prints. docs/json-schema.json describes its type.
+        report: The answer without ``--json``: a text, or a function that prints to a console.
+        problems: Errors that are printed after the answer. The exit code of the last is the command's.
+    """
+
+    value: T
+    report: str | Callable[[Console], object] = ""
+    problems: Sequence[Problem] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """A path.
+
+    Attributes:
+        path: The folder of all profiles, the file of the named profile, or the page that `report` wrote.
+    """
+
+    path: str
 
 
 def speaks() -> bool:
@@ -148,35 +180,47 @@ def logged(manner: Manner) -> Iterator[None]:
 # ----------------------------------------------------------------------------------------------------------- stdout
 
 
-def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
-    """Print a plan as a report, as JSON, or as lines to paste."""
-    if manner.as_json:
-        write_json(printable_json(plan.to_json()))
-        return
+def finish(answer: Answer[Any] | int, manner: Manner) -> int:
+    """Print a command's answer and its problems, and return the exit code.
+
+    A command that has printed everything itself returns its exit code as the answer.
+    """
+    if isinstance(answer, int):
+        return answer
+    if manner.json:
+        write_json(json_text(answer.value))
+    elif isinstance(answer.report, str):
+        sys.stdout.write(answer.report)
+    else:
+        answer.report(console_for(sys.stdout))
+    sys.stdout.flush()
+    return print_problems(answer.problems)
+
+
+def print_problems(problems: Sequence[Problem]) -> int:
+    """Print errors, and return the exit code of the last."""
+    return [0, *(failed(*problem) for problem in problems)][-1]
+
+
+@contextmanager
+def collected(problems: list[Problem]) -> Iterator[None]:
+    """Append an error of autosplit to the problems of an answer, so that it is printed after the answer."""
+    try:
+        yield
+    except AutosplitError as error:
+        problems.append(Problem(str(error), error.exit_code))
+
+
+def report_of_plan(plan: Plan, origin: Origin, manner: Manner) -> str | Callable[[Console], object]:
+    """Return a plan's report, or its lines to paste."""
     if manner.code:
         from autosplit.cli.pasted_code import paste_lines
 
-        lines = paste_lines(plan, origin)
-        if plan.simulated:
-            lines = ("# on the machine that has these GPUs", *lines)
-        sys.stdout.write("".join(f"{printable(line, longest=None)}\n" for line in lines))
-    else:
-        from autosplit.cli import plan_report
+        lines = [*(["# on the machine that has these GPUs"] if plan.simulated else []), *paste_lines(plan, origin)]
+        return "".join(f"{printable(line, longest=None)}\n" for line in lines)
+    from autosplit.cli.plan_report import print_plan
 
-        plan_report.print_plan(plan, console_for(sys.stdout), origin=origin, details=manner.details)
-
-
-def print_answer(answer: Any, manner: Manner, show: Callable[[Console], object]) -> None:
-    """Print an answer as JSON, or as a report by `show`."""
-    if manner.as_json:
-        print_json(answer)
-    else:
-        show(console_for(sys.stdout))
-
-
-def print_json(answer: Any) -> None:
-    """Print an answer, one of `cli.json_types` or a plan, as JSON with its attributes' names as keys."""
-    write_json(json_text(answer))
+    return lambda console: print_plan(plan, console, origin=origin, details=manner.details)
 
 
 def write_json(text: str) -> None:
@@ -186,11 +230,10 @@ def write_json(text: str) -> None:
     except UnicodeEncodeError:
         text = ascii_json(text)
     sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def json_text(answer: Any) -> str:
-    """Return an answer as JSON text."""
+    """Return an answer, a plan or a dataclass, as JSON text with the names of its attributes as keys."""
     import msgspec
 
     try:

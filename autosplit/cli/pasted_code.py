@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autosplit.cli.workload_arguments import flags_of
+from autosplit.cli.options import flags_of
 from autosplit.plan.explanation import ASSUMED_LOSS
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import count_of

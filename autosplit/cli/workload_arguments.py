@@ -7,48 +7,82 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autosplit.addons import addon
-from autosplit.errors import AutosplitError, InputError, PlanError, from_user_code, user_frames
+from autosplit.errors import AutosplitError, InputError, from_user_code, user_frames
+from autosplit.launcher import end_with_launcher
+from autosplit.workload.from_file import Loaded, load_workload
 
 if TYPE_CHECKING:
     from autosplit.devices.device import Device
     from autosplit.plan.plan import Plan
     from autosplit.workload.workload import Workload
 
+    Source = Workload | Callable[[], Workload]
 
-def check_before_running(keywords: Mapping[str, Any], output: str | None) -> None:
-    """Raise InputError for invalid flags before the user's file is run, which may take long."""
+_MODEL_PREFIXES = ("hf:", "timm:", "torchvision:")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The checked arguments of `tune` or `measure`.
+
+    Attributes:
+        spec: The workload.
+        model_options: Options of a named model.
+        keywords: Keywords of the Python function.
+        devices: The devices of this machine, with their total memory as capacity.
+        is_rank: Whether this process is one of several in a job. Such a job always uses DDP.
+    """
+
+    spec: str
+    model_options: Mapping[str, Any]
+    keywords: Mapping[str, Any]
+    devices: tuple[Device, ...]
+    is_rank: bool
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes to start for DDP: one for each real device, or one for simulated devices."""
+        starts = self.keywords.get("strategy") == "ddp" and not self.is_rank and self.devices[0].kind != "sim"
+        return len(self.devices) if starts else 1
+
+    @property
+    def isolate(self) -> bool:
+        """Whether real steps run in a separate process. See `isolates`."""
+        return isolates(self.keywords.get("isolate"), self.devices, is_rank=self.is_rank)
+
+    def source(self) -> Source:
+        """Load the workload. In a job, each rank loads it later, so that all ranks get an error of any rank."""
+        if self.is_rank:
+            return functools.partial(built_workload, self.spec, **self.model_options)
+        return sendable(self.spec, workload_of_spec(self.spec, **self.model_options), isolate=self.isolate)
+
+
+def checked_arguments(spec: str, model_options: Mapping[str, Any], keywords: Mapping[str, Any]) -> Arguments:
+    """Check arguments before the user's file is run, which may take long.
+
+    Raises:
+        InputError: The devices or the reserve are invalid, or the strategy needs one process and the job has several.
+    """
     from autosplit.devices.device import parse_reserve
     from autosplit.devices.spec import parse_devices
 
-    if keywords.get("devices") is not None:
-        parse_devices(keywords["devices"], ask_memory=False)
+    end_with_launcher()
+    devices = parse_devices(keywords.get("devices"), ask_memory=False)  # a process that starts others uses no GPU
     parse_reserve(keywords.get("reserve"))
-    if output is None or not Path(output).exists():
-        return
-    if Path(output).is_dir():
+    is_rank = is_one_of_several()
+    if is_rank and keywords.get("strategy") == "balanced":
         raise InputError(
-            f"--output {output} is a folder, not a file. Write --output {Path(output) / 'plan.json'}.",
+            "BalancedDataParallel (--strategy balanced) uses one process, but the job has several. Run the command "
+            "without torchrun."
         )
-    if not Path(output).is_file():
-        raise InputError(
-            f"--output {output} is not a regular file. Name a file, or leave the option out and print the plan with "
-            "--json.",
-        )
-    from autosplit.plan.plan import Plan
-
-    try:
-        Plan.load(output)
-    except PlanError:
-        raise InputError(
-            f"--output {output} exists and is not a plan. autosplit did not replace it. Choose another name.",
-        ) from None
+    return Arguments(spec, model_options, {**keywords, **({"strategy": "ddp"} if is_rank else {})}, devices, is_rank)
 
 
-def one_of_several() -> bool:
+def is_one_of_several() -> bool:
     """Return whether this process is one of several in a job. Import torch only if it may be."""
     if not any(os.environ.get(name) for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
         return False
@@ -57,29 +91,7 @@ def one_of_several() -> bool:
     return in_a_job()
 
 
-def as_rank(keywords: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-    """Return whether this process is one of several, and the arguments. Several processes always use DDP."""
-    if not one_of_several():
-        return False, keywords
-    if keywords.get("strategy", "auto") == "balanced":
-        raise InputError(
-            "BalancedDataParallel (--strategy balanced) uses one process, but the job has several. Run the command "
-            "without torchrun.",
-        )
-    return True, {**keywords, "strategy": "ddp"}
-
-
-def ranks_to_start(keywords: Mapping[str, Any], *, together: bool) -> int:
-    """Return the number of processes to start for DDP: one for each real device, or one for simulated devices."""
-    from autosplit.devices.spec import parse_devices
-
-    if together or keywords.get("strategy") != "ddp":
-        return 1
-    found = parse_devices(keywords.get("devices"), ask_memory=False)  # Each process queries its own device.
-    return 1 if found[0].kind == "sim" else len(found)
-
-
-def isolates(asked: bool | None, devices: str | Sequence[Device] | None, *, together: bool = False) -> bool:
+def isolates(asked: bool | None, devices: Sequence[Device], *, is_rank: bool = False) -> bool:
     """Return whether real steps run in a separate process: as requested, or by default if they may fill the memory.
 
     A rank on a CPU with a budget is already a separate process, and running out of the budget does not end it.
@@ -87,37 +99,51 @@ def isolates(asked: bool | None, devices: str | Sequence[Device] | None, *, toge
     if asked is not None:
         return asked
     from autosplit.accelerators import is_accelerator
-    from autosplit.devices.spec import parse_devices
 
-    first = parse_devices(devices, ask_memory=False)[0]
-    return is_accelerator(first.kind) or (first.kind == "cpu" and first.budgeted and not together)
-
-
-def loaded(
-    spec: str, model_options: Mapping[str, Any], *, together: bool, isolate: bool
-) -> tuple[Workload | Callable[[], Workload], Workload | Callable[[], Workload]]:
-    """Load a workload. Return it, and the source to measure, which is a function if another process loads it.
-
-    In a job, each rank loads the workload later, so that all ranks get an error of any rank.
-    """
-    from autosplit.cli.workload_spec import built_workload, workload_of_spec
-
-    if together:
-        later = functools.partial(built_workload, spec, **model_options)
-        return later, later
-    workload = workload_of_spec(spec, **model_options)
-    return workload, sendable(spec, workload) if isolate else workload
+    first = devices[0]
+    return is_accelerator(first.kind) or (first.kind == "cpu" and first.budgeted and not is_rank)
 
 
-def sendable(spec: str, workload: Workload | Callable[[], Workload]) -> Callable[[], Workload]:
-    """Return a function that can be sent to another process.
+def sendable(spec: str, workload: Source, *, isolate: bool) -> Source:
+    """Return a workload. If its steps run in another process, return a function that can be sent there.
 
     The function loads the file again, because the file's classes can't be sent.
     """
-    from autosplit.workload.from_file import Loaded
     from autosplit.workload.workload import Workload
 
-    return Loaded(spec, workload) if isinstance(workload, Workload) else workload
+    return Loaded(spec, workload) if isolate and isinstance(workload, Workload) else workload
+
+
+def is_model_name(spec: str) -> bool:
+    """Return whether a spec names a model, which needs no file."""
+    return spec.startswith(_MODEL_PREFIXES)
+
+
+def workload_of_spec(spec: str, **options: Any) -> Source:
+    """Return the workload that a spec names, or a function that builds it.
+
+    The function can be sent to another process, so the caller decides where the model is built.
+
+    Args:
+        spec: A file or a module, as for `load_workload`, or a model's name, as for `workload_from_name`.
+        **options: Options of `workload_from_name`, such as `seq_len`. They are not allowed for a file.
+    """
+    if is_model_name(spec):
+        return addon("named_workload")(spec, options)  # type: ignore[no-any-return]
+    if options:
+        raise InputError(
+            f"{' and '.join(options)} can't be set for {spec}, because its workload has its own sample batch. These "
+            "options are for hf:PATH, timm:NAME and torchvision:NAME. Leave them out."
+        )
+    return load_workload(spec)
+
+
+def built_workload(spec: str, **options: Any) -> Workload:
+    """Load and build the workload that a spec names. Another process can unpickle and call this function."""
+    from autosplit.workload.workload import Workload
+
+    found = workload_of_spec(spec, **options)
+    return found if isinstance(found, Workload) else found()
 
 
 @contextmanager
@@ -145,14 +171,3 @@ def tuned_quietly(spec: str, workload: Any, **keywords: Any) -> Plan:
         if "checkpointing" in keywords or "," in (keywords.get("precision") or ""):
             return addon("tune_best")(workload, **keywords).plan  # type: ignore[no-any-return]
         return tuning.tune(workload, **keywords)
-
-
-def flags_of(keywords: Mapping[str, Any]) -> list[str]:
-    """Return keyword arguments as flags of the command line."""
-    flags = []
-    for keyword, value in keywords.items():
-        flag = keyword.replace("_", "-")
-        flags.append(f"--no-{flag}" if value is False else f"--{flag}")
-        if not isinstance(value, bool):
-            flags.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
-    return flags

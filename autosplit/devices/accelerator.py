@@ -67,15 +67,18 @@ def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) ->
         except RuntimeError as error:
             problems.append(f"Device '{found.kind}:{index}' does not report its memory ({first_line(error)})")
     if problems and not (all_of and devices):
-        raise DeviceError(
-            f"{problems[0]}. Run `autosplit devices` for its state, or choose another GPU.",
-        )
+        raise DeviceError(f"{problems[0]}. Run `autosplit devices` for its state, or choose another GPU.")
     for problem in problems:
         warn_user(
             f"{problem}. autosplit does not use this device. Run `autosplit devices` for its state.",
             DeviceWarning,
         )
     return tuple(devices)
+
+
+def with_free_memory(device: Device) -> Device:
+    """Return an accelerator with the memory that is free now as its capacity. Raise DeviceError if it fails."""
+    return devices_of(accelerator_at(device.kind), [device.index])[0]
 
 
 def _device_at(found: Found, index: int, nvml: Any) -> Device:
@@ -156,7 +159,7 @@ def _refuse_several_mig(cuda: Any, indices: Iterable[int]) -> None:
     if count > 1:
         raise DeviceError(
             f"{count} MIG instances are visible, but CUDA lets a process use only one. "
-            "Set CUDA_VISIBLE_DEVICES to one of them.",
+            "Set CUDA_VISIBLE_DEVICES to one of them."
         )
 
 

@@ -202,7 +202,7 @@ def _catalog_with(path: str | None) -> Mapping[str, GpuSpec]:
         raise DeviceError(
             f"The file {path} of {GPUS_VARIABLE} can't be used ({printable(reason, longest=300)}). Expected a file "
             "like autosplit/devices/gpus.toml, or the output of autosplit doctor --json. Correct the file, or unset "
-            "the variable.",
+            "the variable."
         ) from error
     replaced = {_normal(name) for name in others}
     return {**{name: spec for name, spec in _specs(table, table).items() if _normal(name) not in replaced}, **others}
@@ -287,14 +287,14 @@ def find_card(name: str) -> GpuSpec:
     variants = [known for known in gpu_catalog() if wanted and _normal(known).startswith(wanted)]
     if len(variants) > 1:
         raise DeviceError(
-            f"The name {shown(name)} matches several GPUs: {', '.join(variants)}. Write the full name of one.",
+            f"The name {shown(name)} matches several GPUs: {', '.join(variants)}. Write the full name of one."
         )
     near = catalog_names_near(name) or ("A100-40GB", "RTX3090")
     row = f"the row [cards.{row_name(name)}]" if len(name) <= 60 else "its row"
     raise DeviceError(
         f"GPU {shown(name)} is not in the catalogue of {len(gpu_catalog())} GPUs. Expected a name such as "
         f"{', '.join(near)}. On a machine with this GPU, `python -m autosplit doctor --save gpus.toml` writes "
-        f"{row}. Then set {GPUS_VARIABLE}=gpus.toml.",
+        f"{row}. Then set {GPUS_VARIABLE}=gpus.toml."
     )
 
 

@@ -86,12 +86,12 @@ def parse_reserve(value: str | float | None) -> int | float | None:
     is_bytes = isinstance(reserve, int) and not isinstance(reserve, bool) and reserve >= 0
     if not is_bytes and not (isinstance(reserve, float) and 0 <= reserve < 1):
         raise InputError(
-            f"reserve is {shown(value)}. Expected bytes (1GiB) or a fraction of at least 0 and below 1 (5%, 0.05).",
+            f"reserve is {shown(value)}. Expected bytes (1GiB) or a fraction of at least 0 and below 1 (5%, 0.05)."
         )
     if isinstance(reserve, int) and 0 < reserve < LEAST_RESERVE_BYTES:
         raise InputError(
             f"reserve {shown(value)} is {reserve} bytes. Expected a size with its unit or a fraction. Use {reserve}GiB "
-            f"or {reserve}%.",
+            f"or {reserve}%."
         )
     return reserve
 
@@ -120,6 +120,6 @@ def reserve_bytes(reserve: str | float | None, device: Device) -> int:
     if kept_bytes and kept_bytes >= device.capacity_bytes:
         raise InputError(
             f"reserve {shown(reserve)} keeps {size_text(kept_bytes)} free on {device.label}, but the device has only "
-            f"{size_text(device.capacity_bytes)}. Lower the reserve.",
+            f"{size_text(device.capacity_bytes)}. Lower the reserve."
         )
     return kept_bytes

@@ -80,12 +80,12 @@ def _spec_text(part: object, *, in_sequence: bool) -> str:
             return f"{accelerator_at().kind}:{part}"
         raise DeviceError(
             f"devices={part} is a number. Use 'cuda:{part}' for the GPU with this number, or "
-            "'cuda:0,1' for the first two GPUs.",
+            "'cuda:0,1' for the first two GPUs."
         )
     if type(part).__module__ == "torch" and type(part).__name__ == "device":
         return str(part)
     raise DeviceError(
-        f"Device {shown(part)} is of type {type(part).__name__}. {_EXPECTED} Pass a string or a torch.device.",
+        f"Device {shown(part)} is of type {type(part).__name__}. {_EXPECTED} Pass a string or a torch.device."
     )
 
 
@@ -142,30 +142,25 @@ def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
     if len(kinds) > 1:
         mixed = " and ".join(kinds)
         raise DeviceError(
-            f"Device spec {shown(spec)} mixes {mixed}, but a plan is for one kind of device. Make a plan for each "
-            "kind.",
+            f"Device spec {shown(spec)} mixes {mixed}, but a plan is for one kind of device. Make a plan for each kind."
         )
     if is_accelerator(kinds[0]):
         labels = [device.label for device in devices]
         twice = next((label for label in labels if labels.count(label) > 1), None)
         if twice is not None:
-            raise DeviceError(
-                f"Device spec {shown(spec)} names {twice} twice. Remove one.",
-            )
+            raise DeviceError(f"Device spec {shown(spec)} names {twice} twice. Remove one.")
         return tuple(devices)
     if len(devices) > 1 and any(device.label == "cpu" for device in devices):
         raise DeviceError(
             f"Device spec {shown(spec)} names 'cpu' next to other devices. "
-            "Give each a budget: write 'cpu:2GiB,cpu:1GiB'.",
+            "Give each a budget: write 'cpu:2GiB,cpu:1GiB'."
         )
     return tuple(replace(device, index=position) for position, device in enumerate(devices))
 
 
 def _check_count(count: int, spec: object) -> None:
     if count > MAX_DEVICES:
-        raise DeviceError(
-            f"Device spec {shown(spec)} has more than {MAX_DEVICES} devices. Lower the count.",
-        )
+        raise DeviceError(f"Device spec {shown(spec)} has more than {MAX_DEVICES} devices. Lower the count.")
 
 
 def _plain_cpu() -> Device:
@@ -189,13 +184,11 @@ def _budget(item: str, text: str) -> int:
 
 def _sim_piece(tail: str) -> tuple[Device, ...]:
     if not tail:
-        raise DeviceError(
-            f"Device 'sim' names no GPU. {_EXPECTED} Write 'sim:RTX3090', or 'sim:2xRTX3090' for two.",
-        )
+        raise DeviceError(f"Device 'sim' names no GPU. {_EXPECTED} Write 'sim:RTX3090', or 'sim:2xRTX3090' for two.")
     if "(" in tail:
         raise DeviceError(
             f"Device spec {shown(f'sim:{tail}')} is a cluster, and only autosplit compare accepts clusters. Use "
-            "autosplit compare, or name the GPUs of one machine, such as sim:8xA100-80GB.",
+            "autosplit compare, or name the GPUs of one machine, such as sim:8xA100-80GB."
         )
     devices: list[Device] = []
     for item in tail.split("+"):
@@ -213,52 +206,43 @@ def sim_item(item: str, spec: str) -> tuple[int, Device]:
     assert match is not None
     count_text, name = match[1] or "1", match[2]
     if not name:
-        raise DeviceError(
-            f"Device spec {shown(spec)} has an item without a GPU. {_EXPECTED} Name a GPU.",
-        )
+        raise DeviceError(f"Device spec {shown(spec)} has an item without a GPU. {_EXPECTED} Name a GPU.")
     askew = None if match[1] else re.fullmatch(r"([0-9]+)([A-Za-z].*)|(.*)[xX*]([0-9]+)", name)
     if askew is not None and mentions_card(askew[2] or askew[3]):
         meant = f"{askew[1] or askew[4]}x{(askew[2] or askew[3]).strip()}"
         raise DeviceError(
-            f"GPU {shown(name)} contains a count, but the count belongs in front of the name. Write 'sim:{meant}'.",
+            f"GPU {shown(name)} contains a count, but the count belongs in front of the name. Write 'sim:{meant}'."
         )
     if not re.fullmatch(r"[0-9]+", count_text) or not count_text.strip("0"):
-        raise DeviceError(
-            f"Count {shown(count_text)} in {shown(spec)} is not a whole number of 1 or more. Correct it.",
-        )
+        raise DeviceError(f"Count {shown(count_text)} in {shown(spec)} is not a whole number of 1 or more. Correct it.")
     gpu = find_card(name)
     capacity_bytes = _budget(item, memory) if at else gpu.usable_bytes
     if capacity_bytes > gpu.memory_bytes:
         raise DeviceError(
             f"Memory {shown(memory)} in {shown(item)} is more than the {size_text(gpu.memory_bytes)} of a {gpu.name}. "
-            "'@' can only lower the memory. Write a smaller size, or choose a larger GPU.",
+            "'@' can only lower the memory. Write a smaller size, or choose a larger GPU."
         )
     # int() rejects very long strings. A number with more digits than the limit is above the limit anyway.
     count = int(count_text) if len(count_text.lstrip("0")) <= len(str(MAX_DEVICES)) else MAX_DEVICES + 1
     return count, Device("sim", 0, gpu.name, capacity_bytes, budgeted=True, spec=gpu)
 
 
-def _absent_advice(found: Found) -> str:
-    if "build without" in str(found.why_not):
-        return f"Install a build of torch for {found.kind} (https://pytorch.org/get-started/locally)."
-    return f"Make a {found.kind} device visible to this process."
-
-
 def _accelerator_piece(found: Found, tail: str | None) -> tuple[Device, ...]:
     spec = found.kind if tail is None else f"{found.kind}:{tail}"
     if found.module is None:
+        advice = f"Make a {found.kind} device visible to this process."
+        if "build without" in found.why_not:
+            advice = f"Install a build of torch for {found.kind} (https://pytorch.org/get-started/locally)."
         raise DeviceError(
-            f"Device {shown(spec)} is not available: {found.why_not}. {_absent_advice(found)} Or use 'cpu', or a "
-            "simulated GPU such as 'sim:2xRTX3090'.",
+            f"Device {shown(spec)} is not available: {found.why_not}. {advice} Or use 'cpu', or a simulated GPU such "
+            "as 'sim:2xRTX3090'."
         )
     visible = range(found.module.device_count())
     if tail is None:
         return devices_of(found, visible, all_of=True)
     if not re.fullmatch(r"[0-9]{1,9}", tail) or int(tail) not in visible:
         known = f"{found.kind}:0 to {found.kind}:{len(visible) - 1}" if len(visible) > 1 else f"{found.kind}:0 alone"
-        raise DeviceError(
-            f"Device {shown(spec)} is not available. This process sees {known}.",
-        )
+        raise DeviceError(f"Device {shown(spec)} is not available. This process sees {known}.")
     return devices_of(found, [int(tail)])
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autosplit.cli.json_types import answer_of
+import msgspec
+
 from autosplit.cli.named_plan import named_or_newest
-from autosplit.cli.output import Manner, json_text, note, write_json
+from autosplit.cli.output import Answer, Manner, json_text, note
 from autosplit.errors import InputError
 from autosplit.files import what_stands_at
 
@@ -39,24 +39,18 @@ class Exported:
 
 def export(
     manner: Manner, *, which: str | None = None, to: str | None = None, output: str | None = None, force: bool = False
-) -> int:
-    """Print or save a plan's settings for another tool."""
+) -> Answer[Exported] | int:
+    """Convert a plan to another tool's settings, and save them if an output was given."""
     to = _checked(to, output, force=force)
     path, plan = named_or_newest(which, manner)
     found = plan.export(to, path=path)
-    text = found.text
-    if manner.as_json:
-        text = json_text(answer_of(found, Exported))
-    if output is not None:
-        replace(found, text=text).save(output)
-    if not manner.as_json and (output is not None or not found.tells_notes):
+    value = msgspec.convert(found, Exported, from_attributes=True)
+    if not manner.json and (output is not None or not found.tells_notes):
         for one in found.notes:
             note(f"note: {one}", manner)
-    if output is None and manner.as_json:
-        write_json(text)
-    elif output is None:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+    if output is None:
+        return Answer(value, found.text + "\n")
+    replace(found, text=json_text(value) if manner.json else found.text).save(output)
     return 0
 
 
@@ -72,10 +66,8 @@ def _checked(to: str | None, output: str | None, *, force: bool) -> str:
     if stands is not None:
         raise InputError(
             f"--output {output} is {stands}, not a file. "
-            + (f"Write --output {Path(output) / 'settings'}." if stands == "a folder" else "Choose another name."),
+            + (f"Write --output {Path(output) / 'settings'}." if stands == "a folder" else "Choose another name.")
         )
     if not force and os.path.lexists(output):
-        raise InputError(
-            f"--output {output} exists. Choose another name, or replace it with --force.",
-        )
+        raise InputError(f"--output {output} exists. Choose another name, or replace it with --force.")
     return to

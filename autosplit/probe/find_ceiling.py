@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from autosplit.accelerators import is_accelerator
 from autosplit.devices.device import Device
-from autosplit.devices.spec import list_devices
+from autosplit.devices.spec import list_devices, parse_devices
 from autosplit.errors import DeviceError, InputError, ends_tracebacks
 from autosplit.probe.ceilings import ceiling_of, does_not_fit
 from autosplit.probe.prober import Prober
@@ -61,16 +61,18 @@ def find_ceiling(
         DoesNotFitError: Not even one sample fits.
         UserCodeError: The workload's own code raised on its sample batch.
     """
-    request = checked_request(devices=device, reserve=reserve, max_batch_size=max_batch_size, time_limit_s=time_limit_s)
+    devices = parse_devices(device)
+    request = checked_request(
+        devices=devices, reserve=reserve, max_batch_size=max_batch_size, time_limit_s=time_limit_s
+    )
     if role not in get_args(Role):
         raise InputError(f"role is {role!r}. Expected one of {', '.join(get_args(Role))}.")
-    if len(request.devices) != 1:
-        raise InputError(f"{len(request.devices)} devices are given. Expected one. Call find_ceiling for each.")
+    if len(devices) != 1:
+        raise InputError(f"{len(devices)} devices are given. Expected one. Call find_ceiling for each.")
     asked, source = role, workload_source(workload, None, {})
     if role == "eval" or role in COPYING:
         source = _holding(source, role) if isinstance(source, Workload) else partial(_built_holding, source, role)
     role = "rank" if role in COPYING else role
-    devices: tuple[Device, ...] = request.devices
     capacities_bytes, index = request.capacities_bytes, 0
     if role == "replica":
         # A replica needs a device 0: use another GPU, or an equal device with unlimited memory.
@@ -117,7 +119,7 @@ def _beside_companion(device: Device, capacity_bytes: int) -> tuple[tuple[Device
         if not others:
             raise DeviceError(
                 f"{device.label} is the only GPU. A replica needs another GPU as device 0. "
-                "Probe it with role='rank' or role='primary'.",
+                "Probe it with role='rank' or role='primary'."
             )
         return (others[0], device), (others[0].capacity_bytes, capacity_bytes), 1
     if device.kind == "cpu" and not device.budgeted:

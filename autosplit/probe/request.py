@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autosplit.devices.device import Device, reserve_bytes
-from autosplit.devices.spec import parse_devices
 from autosplit.errors import InputError, shown
 from autosplit.solve.split import whole_number
 
@@ -50,6 +49,7 @@ class Request:
     """The checked arguments of a tuning.
 
     Attributes:
+        defaulted: Whether the user named no devices.
         capacities_bytes: Memory that training may use on each device, without the reserve.
         effective_batch_sizes: Smallest and largest number of samples per optimizer step, equal for an exact number.
             None for one forward of any size.
@@ -111,7 +111,8 @@ class Request:
 
 def checked_request(
     *,
-    devices: Any,
+    devices: tuple[Device, ...],
+    defaulted: bool = False,
     strategy: str = "auto",
     effective_batch_size: Any = None,
     max_batch_size: int | None = None,
@@ -128,7 +129,7 @@ def checked_request(
     _one_of("profile", profile, PROFILES)
     if max_batch_size is not None and whole_number("max_batch_size", max_batch_size, minimum=1) > MOST_SAMPLES:
         raise InputError(
-            f"max_batch_size is {max_batch_size}. Expected at most {MOST_SAMPLES}. Leave it out for no bound.",
+            f"max_batch_size is {max_batch_size}. Expected at most {MOST_SAMPLES}. Leave it out for no bound."
         )
     whole_number("n_trials", n_trials, minimum=1)
     if whole_number("seed", seed, minimum=0) >= 2**32:  # numpy, which Optuna uses, has this limit.
@@ -137,14 +138,13 @@ def checked_request(
     if isinstance(sampler, type) or not (sampler is None or callable(getattr(sampler, "sample_independent", None))):
         raise InputError(
             f"sampler is {shown(sampler)}. Expected an Optuna sampler, such as optuna.samplers.RandomSampler(seed=0). "
-            "Pass one, or leave sampler out.",
+            "Pass one, or leave sampler out."
         )
     _check_name(name)
-    found = parse_devices(devices)
-    reserved = tuple(reserve_bytes(reserve, device) for device in found)
+    reserved = tuple(reserve_bytes(reserve, device) for device in devices)
     return Request(
-        devices=found,
-        capacities_bytes=tuple(device.capacity_bytes - kept for device, kept in zip(found, reserved, strict=True)),
+        devices=devices,
+        capacities_bytes=tuple(device.capacity_bytes - kept for device, kept in zip(devices, reserved, strict=True)),
         reserved_bytes=reserved,
         strategy=strategy,
         effective_batch_sizes=effective_range(effective_batch_size),
@@ -153,7 +153,7 @@ def checked_request(
         profile=profile,
         name=name,
         seed=seed,
-        defaulted=devices is None,
+        defaulted=defaulted,
         sampler=sampler,
         reserve=reserve,
         deadline=Deadline(time_limit_s),
@@ -168,7 +168,7 @@ def effective_range(value: Any) -> tuple[int, int] | None:
     ends = (value.split(":") if isinstance(value, str) else value) if is_range else [value]
     if is_range and len(ends) != 2:
         raise InputError(
-            f"effective_batch_size is {value!r}. Expected a number, or a range such as (256, 1024) or '256:1024'.",
+            f"effective_batch_size is {value!r}. Expected a number, or a range such as (256, 1024) or '256:1024'."
         )
     names = ("effective_batch_size", "the end of effective_batch_size")[: len(ends)]
     numbers = (_whole_text(end) if isinstance(end, str) else end for end in ends)
@@ -176,12 +176,10 @@ def effective_range(value: Any) -> tuple[int, int] | None:
     least, most = checked[0], checked[-1]
     if most < least:
         raise InputError(
-            f"effective_batch_size is {least}:{most}. Expected the smaller end first. Write {most}:{least}.",
+            f"effective_batch_size is {least}:{most}. Expected the smaller end first. Write {most}:{least}."
         )
     if most > MOST_SAMPLES:
-        raise InputError(
-            f"{names[-1]} is {most}. Expected at most {MOST_SAMPLES}. Use a smaller number.",
-        )
+        raise InputError(f"{names[-1]} is {most}. Expected at most {MOST_SAMPLES}. Use a smaller number.")
     return least, most
 
 
@@ -198,7 +196,7 @@ def _check_name(name: object) -> None:
     if not fine:
         raise InputError(
             f"name is {shown(name)}. Expected 1 to {LONGEST_NAME} printable characters on one line, with no space at "
-            "either end. Choose another, or leave it out.",
+            "either end. Choose another, or leave it out."
         )
 
 

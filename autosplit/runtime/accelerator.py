@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from autosplit.accelerators import backend, bounded, own_limit_bytes
+from autosplit.devices.accelerator import with_free_memory
 from autosplit.devices.device import Device
 from autosplit.devices.host_memory import available_host_bytes
-from autosplit.devices.spec import parse_devices
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
@@ -100,7 +100,7 @@ class AcceleratorWorker:
     def capacities_bytes(self) -> tuple[int, ...]:
         """Memory limit of each device after this process created its contexts, which every step needs."""
         self.wait()
-        now = parse_devices([device.label for device in self.devices])
+        now = [with_free_memory(device) for device in self.devices]
         rooms = [device.capacity_bytes - kept for device, kept in zip(now, self._reserved_bytes, strict=True)]
         own = [own_limit_bytes(self._backend, gpu) for gpu in self._gpus]
         return twinned(self.devices, [max(0, min(limits)) for limits in zip(self._most_bytes, rooms, own, strict=True)])

@@ -185,9 +185,7 @@ def parse_cluster(spec: str | Cluster) -> Cluster:
     body, close, rest = text.rpartition(")")
     body += close
     if kind.strip().lower() != "sim" or not re.fullmatch(rf"{_GROUP}(?:\+{_GROUP})*", body):
-        raise DeviceError(
-            f"Device spec {shown(name)} is not a cluster of simulated GPUs. {_EXPECTED} Correct it.",
-        )
+        raise DeviceError(f"Device spec {shown(name)} is not a cluster of simulated GPUs. {_EXPECTED} Correct it.")
     groups = []
     for count, node in re.findall(_GROUP, body):
         gpus = tuple(sim_item(item.strip(), name) for item in node.split("+"))
@@ -201,12 +199,12 @@ def _check_counts(cluster: Cluster) -> None:
     if not all(group.nodes for group in cluster.groups) or cluster.ranks > MOST_RANKS:
         raise DeviceError(
             f"Cluster {shown(cluster.spec)} has {cluster.ranks} GPUs. Expected at least one node in each group, and at "
-            f"most {MOST_RANKS} GPUs. Correct the counts.",
+            f"most {MOST_RANKS} GPUs. Correct the counts."
         )
     if cluster.nodes > 1 and cluster.network_bytes_per_s is None:
         raise DeviceError(
             f"Cluster {shown(cluster.spec)} has {cluster.nodes} nodes, and no rate of the network between them. Add "
-            "the rate of one node, such as @100Gbps, @8x400Gbps or @8xNDR.",
+            "the rate of one node, such as @100Gbps, @8x400Gbps or @8xNDR."
         )
 
 
@@ -218,7 +216,7 @@ def _network(text: str, spec: str) -> float | None:
     if not gbps:
         raise DeviceError(
             f"The network {shown(text)} in {shown(spec)} is not a rate. Expected Gbit/s of one node, such as @100Gbps "
-            f"or @8x400Gbps, or one of {', '.join(_NETWORKS)}, such as @8xNDR. Correct it.",
+            f"or @8x400Gbps, or one of {', '.join(_NETWORKS)}, such as @8xNDR. Correct it."
         )
     return gbps * 1e9 / 8
 
@@ -231,7 +229,7 @@ def check_options(cluster: Cluster, options: Mapping[str, Any]) -> None:
         if value is not None and (refused or (name, value) == ("strategy", "balanced")):
             raise InputError(
                 f"{name} is {shown(value)}, but {cluster.spec} is a cluster. Clusters train with DDP, one precision "
-                "and one effective batch size. Leave that option out, or compare without clusters.",
+                "and one effective batch size. Leave that option out, or compare without clusters."
             )
 
 

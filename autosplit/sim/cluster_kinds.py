@@ -58,12 +58,13 @@ def measured_kinds(
     Returns:
         The measurements by kind, the keywords of `predicted` that depend on the workload, and notes.
     """
+    from autosplit.devices.spec import parse_devices
     from autosplit.probe.request import checked_request
     from autosplit.runtime.prepare import workload_source
     from autosplit.tuning.process import drive
     from autosplit.tuning.tune import process_for, quiet, users_code_named
 
-    placed = [*devices] * (1 if len(devices) > 1 else 2)  # a single rank has no buckets
+    placed = parse_devices([*devices] * (1 if len(devices) > 1 else 2))  # a single rank has no buckets
     request = checked_request(devices=placed, strategy="ddp", reserve=reserve, time_limit_s=time_limit_s)
 
     def source_of(_number: int) -> Any:

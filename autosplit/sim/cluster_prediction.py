@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from autosplit.devices.device import Device
@@ -112,13 +112,10 @@ class ClusterScaling:
             f"and {_named(after.limited_by)} limits the step."
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return {
-            "predictions": [asdict(one) for one in self.predictions],
-            "pays_up_to_nodes": self.pays_up_to.nodes,
-            "summary": self.summary,
-        }
+    @property
+    def pays_up_to_nodes(self) -> int:
+        """The largest number of nodes at which adding GPUs still pays."""
+        return self.pays_up_to.nodes
 
 
 def _named(limit: str) -> str:

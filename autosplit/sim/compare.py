@@ -7,8 +7,10 @@ import numbers
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
 
 from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.devices.device import Device
@@ -17,6 +19,7 @@ from autosplit.errors import DeviceError, InputError, ends_tracebacks, one_line,
 from autosplit.plan.plan import Plan
 from autosplit.probe.request import checked_request
 from autosplit.sim.cluster import Cluster, check_options, is_cluster, parse_cluster
+from autosplit.sim.comparison_types import SCHEMA_VERSION, Compared, Compute, Misfit
 from autosplit.solve.split import whole_number
 from autosplit.text import rate_text
 from autosplit.tuning.progress import Progress, heard_by, part_of
@@ -25,47 +28,8 @@ if TYPE_CHECKING:
     from autosplit.plan.layout import Seat
     from autosplit.sim.cluster_prediction import ClusterScaling
 
-SCHEMA_VERSION = 1
-"""Version of a comparison's JSON."""
-
 LARGEST_PRICE = 1e15
 """Largest price per hour in any currency. A larger number is a typing error."""
-
-
-@dataclass(frozen=True)
-class Misfit:
-    """The reason why a workload does not fit a machine.
-
-    Attributes:
-        reason: The reason as a sentence.
-        device: The device that is too small, as ``"sim:0"``. None if it is not a single device.
-        needed_bytes: Memory of the smallest step on that device. 0 if unknown.
-        capacity_bytes: Memory limit of the device. 0 if unknown.
-    """
-
-    reason: str
-    device: str | None
-    needed_bytes: int
-    capacity_bytes: int
-
-
-@dataclass(frozen=True)
-class Compute:
-    """The time of the whole training.
-
-    Attributes:
-        hours: Hours on the whole machine.
-        device_hours: Hours, times the number of devices.
-        cost: The cost in the currency of the command line. None without a price.
-    """
-
-    hours: float
-    device_hours: float
-    cost: float | None
-
-    def __str__(self) -> str:
-        price = "" if self.cost is None else f", cost {self.cost:,.2f}"
-        return f"{self.hours:,.2f} hours, {self.device_hours:,.2f} device-hours{price}"
 
 
 @dataclass(frozen=True)
@@ -79,6 +43,7 @@ class ComparedMachine:
             computed and not run.
         price_per_hour: In the user's currency.
         cluster: The predictions for a cluster. None for other machines.
+        compute: The time of the whole training. None without a number of samples, or if the workload does not fit.
     """
 
     devices: str
@@ -87,6 +52,7 @@ class ComparedMachine:
     predicted: bool
     price_per_hour: float | None = None
     cluster: ClusterScaling | None = None
+    compute: Compute | None = None
 
     @property
     def samples_per_s(self) -> float | None:
@@ -123,21 +89,15 @@ class ComparedMachine:
         """The device with the smallest free memory, as ``"sim:0"``, or None without a plan."""
         return None if self.plan is None else min(self.plan.main.seats, key=_headroom).device.label
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the machine as plain values for JSON."""
-        plan = self.plan
-        names = ("gpu0_bsz", "batch_size", "accumulation_steps", "effective_batch_size", "precision")
-        figures = ("samples_per_s", "headroom_bytes", "headroom_device", "price_per_hour", "cost_per_million_samples")
-        return {
-            "devices": self.devices,
-            "plan": None if plan is None else {"split": [*plan.split], **{one: getattr(plan, one) for one in names}},
-            "misfit": None if self.misfit is None else asdict(self.misfit),
-            "cluster": None if self.cluster is None else self.cluster.to_dict(),
-            "predicted": self.predicted,
-            "complete": plan is None or plan.complete,
-            "ddp_samples_per_s": plan.ddp.samples_per_s if plan is not None and plan.ddp is not None else None,
-            **{name: getattr(self, name) for name in figures},
-        }
+    @property
+    def complete(self) -> bool:
+        """Whether the search was completed."""
+        return self.plan is None or self.plan.complete
+
+    @property
+    def ddp_samples_per_s(self) -> float | None:
+        """The throughput of DDP, or None if it is unknown."""
+        return self.plan.ddp.samples_per_s if self.plan is not None and self.plan.ddp is not None else None
 
     def __str__(self) -> str:
         how = "predicted" if self.predicted else "measured"
@@ -174,6 +134,7 @@ class Comparison:
     notes: tuple[str, ...] = ()
     not_compared: tuple[str, ...] = ()
     samples: int | None = None
+    schema_version: ClassVar[int] = SCHEMA_VERSION
 
     @property
     def best(self) -> ComparedMachine | None:
@@ -189,23 +150,23 @@ class Comparison:
     @property
     def complete(self) -> bool:
         """Whether tuning was completed for every machine."""
-        return not self.not_compared and all(one.plan is None or one.plan.complete for one in self.machines)
+        return not self.not_compared and all(one.complete for one in self.machines)
+
+    def for_samples(self, samples: int | None) -> Comparison:
+        """Return the comparison with the hours and the cost of training on these samples."""
+        if samples is None:
+            return self
+        machines = tuple(replace(one, compute=one.compute_for(samples)) for one in self.machines)
+        return replace(self, samples=samples, machines=machines)
+
+    def for_json(self) -> Compared:
+        """Return the value that ``autosplit compare --json`` prints."""
+        return msgspec.convert(self, Compared, from_attributes=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, numbers and strings, as printed by ``autosplit compare --json``."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "sorted_by": self.sorted_by,
-            "complete": self.complete,
-            "samples": self.samples,
-            "machines": [{**machine.to_dict(), "compute": self._compute(machine)} for machine in self.machines],
-            "not_compared": list(self.not_compared),
-            "notes": list(self.notes),
-        }
-
-    def _compute(self, machine: ComparedMachine) -> dict[str, Any] | None:
-        request = None if self.samples is None else machine.compute_for(self.samples)
-        return None if request is None else asdict(request)
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.for_json()))
+        return plain
 
     def __str__(self) -> str:
         return "\n".join([*map(str, self.machines), *self.notes])
@@ -248,7 +209,7 @@ def asked_machines(
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise InputError(
             f"devices is {shown(devices)}. Expected a list with a spec for each machine. Write devices=['sim:2xL4', "
-            "'sim:A100-40GB'], or call tune() for one machine.",
+            "'sim:A100-40GB'], or call tune() for one machine."
         )
     known = inspect.signature(checked_request).parameters.keys() - {"devices"}
     checked = {name: value for name, value in (options or {}).items() if name in known}
@@ -262,7 +223,8 @@ def asked_machines(
             _refuse_twin(machine, [one for one in machines if one.name == machine.name])
             machines.append(machine)
             continue
-        found = checked_request(devices=spec, **checked).devices
+        found = parse_devices(spec)
+        checked_request(devices=found, **checked)
         name = " ".join(spec.split()) if isinstance(spec, str) else ", ".join(device.label for device in found)
         machine = AskedMachine(name, spec, found)
         known_ones = [one for one in machines if not isinstance(one.spec, Cluster)]
@@ -270,7 +232,7 @@ def asked_machines(
         machines.append(machine)
     if not machines:
         raise InputError(
-            "You named no devices to compare. Name each machine, as in --devices sim:2xL4 --devices sim:A100-40GB.",
+            "You named no devices to compare. Name each machine, as in --devices sim:2xL4 --devices sim:A100-40GB."
         )
     for name, value in prices.items() if isinstance(prices, Mapping) else prices or ():
         place, price = _place_of(name, machines), _price(name, value)
@@ -278,7 +240,7 @@ def asked_machines(
         if other is not None:
             raise InputError(
                 f"{machines[place].name} has two prices, {other:g} and {price:g}. Expected one price per machine. "
-                "Leave one out.",
+                "Leave one out."
             )
         machines[place] = replace(machines[place], price_per_hour=price)
     return tuple(machines)
@@ -288,7 +250,7 @@ def _refuse_twin(machine: AskedMachine, twins: Sequence[AskedMachine]) -> None:
     if twins:
         raise InputError(
             f"devices {shown(machine.name)} and {shown(twins[0].name)} are the same machine. Expected each machine "
-            "once. Leave one out.",
+            "once. Leave one out."
         )
 
 
@@ -310,7 +272,7 @@ def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
     named = ", ".join(repr(machine.name) for machine in machines)
     raise InputError(
         f"You gave a price for {shown(name)}, but this machine is not compared. Expected one of {named}. Name one "
-        "of these, or add the machine to devices.",
+        "of these, or add the machine to devices."
     )
 
 
@@ -320,7 +282,7 @@ def _price(name: str, value: object) -> float:
         return float(price)
     raise InputError(
         f"The price for {shown(name)} is {shown(value)}. Expected a price per hour: a number from 0 to "
-        f"{LARGEST_PRICE:g}, without a currency. Correct it, or leave it out.",
+        f"{LARGEST_PRICE:g}, without a currency. Correct it, or leave it out."
     )
 
 
@@ -366,26 +328,26 @@ def compare(
     machines = asked_machines(devices, prices, {**options, "time_limit_s": time_limit_s})
     wanted = None if samples is None else whole_number("samples", samples, minimum=1)
 
-    def tune_one(spec: Any, timed: Mapping[str, Any]) -> Plan | ClusterScaling:
-        if isinstance(spec, Cluster):
+    def tune_one(machine: AskedMachine, timed: Mapping[str, Any]) -> Plan | ClusterScaling:
+        if isinstance(machine.spec, Cluster):
             from autosplit.sim.cluster_prediction import predict_cluster
 
-            return predict_cluster(model_or_workload, sample_batch, cluster=spec, **{**options, **timed})
-        return tuning.tune(model_or_workload, sample_batch, devices=spec, **options, **timed)
+            return predict_cluster(model_or_workload, sample_batch, cluster=machine.spec, **{**options, **timed})
+        return tuning.tune(model_or_workload, sample_batch, devices=machine.spec, **options, **timed)
 
     with heard_by(progress) as heard:
         found = compared(machines, tune_one, time_limit_s=time_limit_s, progress=heard)
-    return replace(found, samples=wanted)
+    return found.for_samples(wanted)
 
 
 def compared(
     machines: Sequence[AskedMachine],
-    tune_one: Callable[[Any, Mapping[str, Any]], Plan | ClusterScaling],
+    tune_one: Callable[[AskedMachine, Mapping[str, Any]], Plan | ClusterScaling],
     *,
     time_limit_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Comparison:
-    """Tune for several machines in turn with `tune_one(spec, timed)`. `timed` contains keywords of `tune`.
+    """Tune for several machines in turn with `tune_one(machine, timed)`. `timed` contains keywords of `tune`.
 
     For a cluster, `tune_one` returns predictions instead of a plan.
     """
@@ -396,12 +358,12 @@ def compared(
     done: list[ComparedMachine] = []
     with traced_once():
         for number, machine in enumerate(machines):
-            told = None if progress is None else part_of(progress, number, len(machines), machine.name)
-            timed: dict[str, Any] = {"progress": told}
+            part = None if progress is None else part_of(progress, number, len(machines), machine.name)
+            timed: dict[str, Any] = {"progress": part}
             if ends_s is not None:
                 timed["time_limit_s"] = max(1e-3, (ends_s - time.monotonic()) / (len(machines) - number))
             try:
-                done.append(_planned(machine, tune_one(machine.spec, timed)))
+                done.append(_planned(machine, tune_one(machine, timed)))
             except DoesNotFitError as error:
                 reason = " ".join(str(error).split()) or one_line(error)
                 misfit = Misfit(reason, error.device, error.requested_bytes, error.capacity_bytes)

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
+from autosplit.cli.output import EXIT_INTERRUPTED, EXIT_MISFIT, Answer, Manner, Problem, progress
 from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
-from autosplit.cli.workload_arguments import isolates, one_of_several, sendable, tuned_quietly, users_errors
+from autosplit.cli.workload_arguments import (
+    is_one_of_several,
+    isolates,
+    sendable,
+    tuned_quietly,
+    users_errors,
+    workload_of_spec,
+)
 from autosplit.errors import InputError
 from autosplit.launcher import end_with_launcher
 from autosplit.plan.plan import Plan
 from autosplit.sim.cluster import Cluster, is_cluster
-from autosplit.sim.compare import ComparedMachine, Comparison
+from autosplit.sim.compare import AskedMachine, ComparedMachine, Comparison
+from autosplit.sim.comparison_types import Compared, ComparedModels
 from autosplit.solve.split import whole_number
 from autosplit.text import counted_text, printable, rate_text, size_text
 
 if TYPE_CHECKING:
     from autosplit.sim.cluster_prediction import ClusterScaling
-
-EXIT_MISFIT = 3
 
 NARROW = 100
 """Width in columns below which a machine's plan is printed under its name."""
@@ -44,33 +49,27 @@ def compare(
     samples: int | None = None,
     model_options: Mapping[str, Any],
     **keywords: Any,
-) -> int:
-    """Tune for each machine in turn, and print one table. The time limit applies to all machines together."""
+) -> Answer[Compared] | Answer[ComparedModels] | int:
+    """Tune for each machine in turn, and compare the plans. The time limit applies to all machines together."""
     if (spec is None) == (models is None):
-        raise InputError(
-            "autosplit compare needs either a workload or --models FILE. Name one of them.",
-        )
+        raise InputError("autosplit compare needs either a workload or --models FILE. Name one of them.")
     end_with_launcher()
-    if one_of_several():
+    if is_one_of_several():
         raise InputError(
             "autosplit compare was started in a job of several processes, but it needs only one process. Run it "
-            "without torchrun.",
+            "without torchrun."
         )
     if samples is not None:
         whole_number("--samples", samples, minimum=1)
     if models is not None:
         if samples is not None or any(map(is_cluster, devices)):
-            raise InputError(
-                "--models can't be combined with clusters or --samples. Compare one workload instead.",
-            )
+            raise InputError("--models can't be combined with clusters or --samples. Compare one workload instead.")
         from autosplit.sim.compare_models_command import compare_models
 
         return compare_models(manner, models, devices=devices, price=price, model_options=model_options, **keywords)
     for name in ("format", "output"):
-        if name in keywords:
-            raise InputError(
-                f"--{name} needs --models FILE. Add --models FILE, or leave --{name} out.",
-            )
+        if {name, f"{name}_"} & keywords.keys():
+            raise InputError(f"--{name} needs --models FILE. Add --models FILE, or leave --{name} out.")
     assert spec is not None
     return _compare_one(manner, spec, devices, price, samples, model_options, keywords)
 
@@ -83,8 +82,7 @@ def _compare_one(
     samples: int | None,
     model_options: Mapping[str, Any],
     keywords: dict[str, Any],
-) -> int:
-    from autosplit.cli.workload_spec import workload_of_spec
+) -> Answer[Compared] | int:
     from autosplit.sim import compare as comparing
 
     machines = comparing.asked_machines(devices, price, keywords)
@@ -93,15 +91,15 @@ def _compare_one(
     with progress(manner) as report:
         workload: Any = workload_of_spec(spec, **model_options)
 
-        def tune_one(devices: Any, timed: Mapping[str, Any]) -> Plan | ClusterScaling:
-            if isinstance(devices, Cluster):
+        def tune_one(machine: AskedMachine, timed: Mapping[str, Any]) -> Plan | ClusterScaling:
+            if isinstance(machine.spec, Cluster):
                 from autosplit.sim.cluster_prediction import predict_cluster
 
                 with users_errors(spec):
-                    return predict_cluster(workload, cluster=devices, **{**keywords, **timed})
-            isolated = isolates(keywords.get("isolate"), devices)
-            source = sendable(spec, workload) if isolated else workload
-            return tuned_quietly(spec, source, devices=devices, **{**keywords, **timed, "isolate": isolated})
+                    return predict_cluster(workload, cluster=machine.spec, **{**keywords, **timed})
+            isolated = isolates(keywords.get("isolate"), machine.devices)
+            source = sendable(spec, workload, isolate=isolated)
+            return tuned_quietly(spec, source, devices=machine.spec, **{**keywords, **timed, "isolate": isolated})
 
         try:
             comparison = comparing.compared(machines, tune_one, time_limit_s=time_limit_s, progress=report)
@@ -109,23 +107,15 @@ def _compare_one(
             if interrupt.comparison is None:
                 raise
             comparison, interrupted = interrupt.comparison, True
+    comparison = comparison.for_samples(samples)
+    problems = []
     if interrupted:
-        failed(
-            "The comparison was interrupted, so only the finished machines are shown. Run the command again for "
-            "all machines.",
-            EXIT_INTERRUPTED,
-        )
-    comparison = replace(comparison, samples=samples)
-    print_answer(comparison.to_dict(), manner, lambda console: print_comparison(comparison, console))
-    if interrupted:
-        return EXIT_INTERRUPTED
-    if comparison.best is None:
-        return failed(
-            f"The workload fits none of the {len(machines)} machines. The table shows the memory that each machine "
-            "lacks.",
-            EXIT_MISFIT,
-        )
-    return 0
+        text = "The comparison was interrupted, so only the finished machines are shown. Run the command again for all"
+        problems = [Problem(f"{text} machines.", EXIT_INTERRUPTED)]
+    elif comparison.best is None:
+        text = f"The workload fits none of the {len(machines)} machines. The table shows the memory that each machine"
+        problems = [Problem(f"{text} lacks.", EXIT_MISFIT)]
+    return Answer(comparison.for_json(), lambda console: print_comparison(comparison, console), problems)
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.probe.request import LARGEST_LOOKED_AT
-from autosplit.sim.compare import SCHEMA_VERSION, ComparedMachine, Comparison
+from autosplit.sim.compare import ComparedMachine, Comparison
 from autosplit.text import rate_text
 
 MARK = "written by autosplit compare"
@@ -96,22 +96,6 @@ def _figures(machine: ComparedMachine, error: ErrorBand | None) -> tuple[str, ..
         off,
         "" if cost is None else f"{cost:.4g}",
     )
-
-
-def to_dict(models: Iterable[ComparedModel]) -> dict[str, Any]:
-    """Return the models as plain values for JSON."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "models": [
-            {
-                "name": model.name,
-                "failure": model.failure,
-                "error": None if model.error is None else {"median": model.error.median, "p90": model.error.p90},
-                "comparison": None if model.comparison is None else model.comparison.to_dict(),
-            }
-            for model in models
-        ],
-    }
 
 
 def notes_of(models: Iterable[ComparedModel]) -> list[str]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_json, progress
-from autosplit.cli.workload_arguments import isolates, sendable, tuned_quietly
+import msgspec
+
+from autosplit.cli.options import MODEL, Option
+from autosplit.cli.output import EXIT_INTERRUPTED, EXIT_MISFIT, Answer, Manner, Problem, note, progress
+from autosplit.cli.workload_arguments import is_model_name, isolates, sendable, tuned_quietly, workload_of_spec
 from autosplit.errors import AutosplitError, InputError, shown
 from autosplit.files import read_bounded, write_for_all
+from autosplit.sim.comparison_types import SCHEMA_VERSION, ComparedModels
 from autosplit.tuning.progress import Progress, part_of
 
 if TYPE_CHECKING:
@@ -21,14 +25,11 @@ if TYPE_CHECKING:
     from autosplit.sim.compare import AskedMachine
     from autosplit.sim.compare_models import ComparedModel
 
-EXIT_BAD_INPUT = 2
-EXIT_MISFIT = 3
-
 _MOST_BYTES = 2**20
 
 _SUFFIXES = {".md": "markdown", ".markdown": "markdown", ".html": "html", ".htm": "html"}
 
-_LINE_OPTIONS: Mapping[str, Callable[[str], Any]] = {"--seq-len": int, "--image-size": int, "--task": str}
+_OPTIONS = {option.names[0]: option for option in map(Option._make, MODEL.items())}
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def lines_in(path: str) -> list[Line]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(
-            f"--models {path} can't be read ({reason}). Name a text file with one model per line.",
+            f"--models {path} can't be read ({reason}). Name a text file with one model per line."
         ) from error
     found = [_line(f"{path}, line {number}", text) for number, text in enumerate(texts, 1)]
     lines = [line for line in found if line.spec]
@@ -69,9 +70,9 @@ def _line(place: str, text: str) -> Line:
     spec, options = "".join(words[:1]), {}
     for name, value in zip(words[1::2], [*words[2::2], None], strict=False):
         try:
-            options[name.removeprefix("--").replace("-", "_")] = _LINE_OPTIONS[name](value or "")
-        except (KeyError, ValueError):
-            known = ", ".join(_LINE_OPTIONS)
+            options[_OPTIONS[name].keyword] = _OPTIONS[name].read(value or "")
+        except (KeyError, ArgumentTypeError):
+            known = ", ".join(_OPTIONS)
             wrong = " ".join(filter(None, (name, value)))
             return Line(place, spec, {}, f"{shown(wrong)} is not an option with its value. Expected one of {known}.")
     return Line(place, spec, options)
@@ -83,16 +84,16 @@ def compare_models(
     *,
     devices: Sequence[str] = (),
     price: Sequence[tuple[str, float]] = (),
-    format: str | None = None,  # noqa: A002 # the name of the flag
+    format_: str | None = None,
     output: str | None = None,
     model_options: Mapping[str, Any],
     **keywords: Any,
-) -> int:
+) -> Answer[ComparedModels] | int:
     """Tune each model for each machine. If a model fails, report it and compare the others."""
     from autosplit.sim.compare import ComparisonInterrupted, asked_machines
-    from autosplit.sim.compare_models import FORMATS, ComparedModel, to_dict
+    from autosplit.sim.compare_models import FORMATS, ComparedModel
 
-    kind = format or _SUFFIXES.get(Path(output or "").suffix.lower(), "markdown")
+    kind = format_ or _SUFFIXES.get(Path(output or "").suffix.lower(), "markdown")
     if kind not in FORMATS:
         raise InputError(f"--format is {shown(kind)}. Expected one of {', '.join(FORMATS)}.")
     _check_output(output)
@@ -105,9 +106,9 @@ def compare_models(
     with progress(manner) as report:
         for number, line in enumerate(lines):
             left_s = None if ends_s is None else max(1e-3, (ends_s - time.monotonic()) / (len(lines) - number))
-            told = part_of(report, number, len(lines), line.spec)
+            part = part_of(report, number, len(lines), line.spec)
             try:
-                found.append(_compared(line, machines, told, left_s, model_options, keywords))
+                found.append(_compared(line, machines, part, left_s, model_options, keywords))
             except ComparisonInterrupted as interrupt:
                 found.append(ComparedModel(line.spec, interrupt.comparison, "interrupted"))
                 found.extend(ComparedModel(one.spec, None, "interrupted") for one in lines[number + 1 :])
@@ -116,39 +117,29 @@ def compare_models(
     if output is not None:
         write_for_all(Path(output), FORMATS[kind](found), f"--output {output}")
         note(f"wrote {output}", manner)
-    if manner.as_json:
-        print_json(to_dict(found))
-    elif output is None:
-        sys.stdout.write(FORMATS[kind](found))
+    text = FORMATS[kind](found) if output is None else ""
+    values = {"schema_version": SCHEMA_VERSION, "models": found}
+    value = msgspec.convert(values, ComparedModels, from_attributes=True)
+    return Answer(value, text, _problems(found, interrupted=interrupted))
+
+
+def _problems(found: Sequence[ComparedModel], *, interrupted: bool) -> list[Problem]:
     if interrupted:
-        return failed(
-            "The comparison was interrupted, so only the finished models are shown. Run the command again "
-            "for all models.",
-            EXIT_INTERRUPTED,
-        )
-    return _exit_code(found)
-
-
-def _exit_code(found: Sequence[ComparedModel]) -> int:
-    failures = [model.failure for model in found if model.comparison is None]
-    for failure in failures:
-        failed(failure, EXIT_BAD_INPUT)
-    if failures:
-        return EXIT_BAD_INPUT
+        text = "The comparison was interrupted, so only the finished models are shown. Run the command again for all"
+        return [Problem(f"{text} models.", EXIT_INTERRUPTED)]
     if all(model.comparison is not None and model.comparison.best is None for model in found):
-        return failed("No model fits any machine.", EXIT_MISFIT)
-    return 0
+        return [Problem("No model fits any machine.", EXIT_MISFIT)]
+    return [Problem(model.failure, InputError.exit_code) for model in found if model.comparison is None]
 
 
 def _compared(
     line: Line,
     machines: Sequence[AskedMachine],
-    told: Callable[[Progress], None],
+    report: Callable[[Progress], None],
     time_limit_s: float | None,
     model_options: Mapping[str, Any],
     keywords: Mapping[str, Any],
 ) -> ComparedModel:
-    from autosplit.cli.workload_spec import is_model_name, workload_of_spec
     from autosplit.sim.compare import compared
     from autosplit.sim.compare_models import ComparedModel, ErrorBand, error_band
 
@@ -164,12 +155,12 @@ def _compared(
             bands.append(error_band(built.sample_batch))
             return built
 
-        def tune_one(spec: Any, timed: Mapping[str, Any]) -> Plan:
-            isolated = isolates(keywords.get("isolate"), spec)
-            source = sendable(line.spec, workload) if isolated else seen
-            return tuned_quietly(line.spec, source, devices=spec, **{**keywords, **timed, "isolate": isolated})
+        def tune_one(machine: AskedMachine, timed: Mapping[str, Any]) -> Plan:
+            isolated = isolates(keywords.get("isolate"), machine.devices)
+            source = sendable(line.spec, workload, isolate=True) if isolated else seen
+            return tuned_quietly(line.spec, source, devices=machine.spec, **{**keywords, **timed, "isolate": isolated})
 
-        comparison = compared(machines, tune_one, time_limit_s=time_limit_s, progress=told)
+        comparison = compared(machines, tune_one, time_limit_s=time_limit_s, progress=report)
     except AutosplitError as error:
         return _left_out(line, str(error))
     return ComparedModel(line.spec, comparison, error=bands[0] if bands else None)
@@ -193,5 +184,5 @@ def _check_output(output: str | None) -> None:
     if target.exists() and not (target.is_file() and MARK.encode() in target.read_bytes()[:512]):
         raise InputError(
             f"--output {output} exists, but autosplit compare did not write it. The file was not replaced. Choose "
-            "another name.",
+            "another name."
         )

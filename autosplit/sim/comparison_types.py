@@ -5,7 +5,45 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autosplit.sim.cluster import ClusterPrediction
-from autosplit.sim.compare import Compute, Misfit
+
+SCHEMA_VERSION = 1
+"""Version of a comparison's JSON."""
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """The reason why a workload does not fit a machine.
+
+    Attributes:
+        reason: The reason as a sentence.
+        device: The device that is too small, as ``"sim:0"``. None if it is not a single device.
+        needed_bytes: Memory of the smallest step on that device. 0 if unknown.
+        capacity_bytes: Memory limit of the device. 0 if unknown.
+    """
+
+    reason: str
+    device: str | None
+    needed_bytes: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The time of the whole training.
+
+    Attributes:
+        hours: Hours on the whole machine.
+        device_hours: Hours, times the number of devices.
+        cost: The cost in the currency of the command line. None without a price.
+    """
+
+    hours: float
+    device_hours: float
+    cost: float | None
+
+    def __str__(self) -> str:
+        price = "" if self.cost is None else f", cost {self.cost:,.2f}"
+        return f"{self.hours:,.2f} hours, {self.device_hours:,.2f} device-hours{price}"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -471,3 +472,18 @@ def _images(
             model.train()
     said = f"The plan assumes images of {size} pixels. Set a different size with --image-size (image_size=)."
     return pixels, (said,) if image_size is None else ()
+
+
+def named_workload(spec: str, options: dict[str, Any]) -> Callable[[], Workload]:
+    """Return a function that builds the workload of a model's name. Raise InputError for a wrong name or option."""
+    scheme, _, name = spec.partition(":")
+    if scheme == "hf":  # Then the path is valid in any folder.
+        # The shell does not expand ~ after a colon. Use os.path.expanduser, because Path.expanduser raises an error for
+        # unknown users.
+        home = os.path.expanduser(name)  # noqa: PTH111
+        spec = f"hf:{Path(home).absolute()}"
+    checked = dict(options)
+    if "optimizer" in checked:
+        named_optimizer(checked.pop("optimizer"))
+    model_by_name(spec, **checked)
+    return partial(workload_from_name, spec, **options)

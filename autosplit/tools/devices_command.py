@@ -8,15 +8,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autosplit.cli.output import Manner, print_answer
+from autosplit.cli.output import Answer, Manner
 from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.text import short_bytes_text, short_name
 from autosplit.tools.inventory import DeviceReport, Devices
 
 
-def devices(manner: Manner) -> int:
-    """Print the GPUs of this machine."""
+def devices(_manner: Manner) -> Answer[Devices]:
+    """List the GPUs of this machine."""
     from autosplit.devices.catalog import GPUS_VARIABLE, gpu_catalog
     from autosplit.tools.inventory import survey_devices
 
@@ -25,8 +25,7 @@ def devices(manner: Manner) -> int:
         found, notes = survey_devices()
     measured = [card for card in gpu_catalog().values() if card.rates != "published"]
     notes = (*notes, *(f"sim:{card.name} has rates {card.rates} ({GPUS_VARIABLE})" for card in measured))
-    print_answer(Devices(found, notes), manner, lambda console: print_devices(found, notes, console))
-    return 0
+    return Answer(Devices(found, notes), lambda console: print_devices(found, notes, console))
 
 
 def print_devices(devices: Sequence[DeviceReport], notes: Iterable[str], console: Console) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from autosplit.cli.output import Manner, json_text, note, print_answer
+from autosplit.cli.output import Answer, Manner, Problem, collected, json_text, note
 from autosplit.cli.tables import add_row, pairs_table, plain_table, print_bullets, print_plain
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.devices.catalog import GPUS_VARIABLE
@@ -17,8 +17,10 @@ from autosplit.text import rate_text, short_bytes_text, short_name, size_text
 from autosplit.tools.examination import Examination
 
 
-def doctor(manner: Manner, *, devices: str | None = None, save: str | None = None, share: str | None = None) -> int:
-    """Diagnose this machine, and print the results.
+def doctor(
+    manner: Manner, *, devices: str | None = None, save: str | None = None, share: str | None = None
+) -> Answer[Examination]:
+    """Diagnose this machine.
 
     If `save` is a file, write the speed of the GPUs to it. If `share` is a file, write the results for docs/results.
     """
@@ -27,18 +29,17 @@ def doctor(manner: Manner, *, devices: str | None = None, save: str | None = Non
 
     with stdout_kept_clean():
         found = examine(devices, tell=lambda text: note(f"looking at {text}", manner))
-    print_answer(found, manner, lambda console: _print(found, console))
+    problems: list[Problem] = []
     if save is not None:
-        write_for_all(Path(save), cards_toml(found), f"--save {shown(save)}")
-        note(f"wrote the rates of the GPUs. Set {GPUS_VARIABLE}={save}, and sim: devices use them.", manner)
+        with collected(problems):
+            write_for_all(Path(save), cards_toml(found), f"--save {shown(save)}")
+            note(f"wrote the rates of the GPUs. Set {GPUS_VARIABLE}={save}, and sim: devices use them.", manner)
     if share is not None:
-        write_for_all(Path(share), json_text(shared_result(found)) + "\n", f"--share {shown(share)}")
-        note(
-            f"wrote {share}. The file contains nothing that identifies you. To contribute it, add it to docs/results "
-            "in a pull request.",
-            manner,
-        )
-    return 0
+        with collected(problems):
+            write_for_all(Path(share), json_text(shared_result(found)) + "\n", f"--share {shown(share)}")
+            text = f"wrote {share}. The file contains nothing that identifies you. To contribute it, add it to"
+            note(f"{text} docs/results in a pull request.", manner)
+    return Answer(found, lambda console: _print(found, console), problems)
 
 
 def _print(found: Examination, console: Console) -> None:

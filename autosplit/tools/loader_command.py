@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from autosplit.cli.output import Manner, print_answer
+from autosplit.cli.output import Answer, Manner
 from autosplit.cli.tables import add_row, pairs_table, plain_table, print_bullets, print_plain
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import users_errors
@@ -14,15 +14,14 @@ from autosplit.text import ms_text, rate_text
 from autosplit.tools.loader_result import MeasuredLoader
 
 
-def loader(manner: Manner, *, spec: str, **keywords: Any) -> int:
-    """Measure the DataLoader of a file, and print the results."""
+def loader(_manner: Manner, *, spec: str, **keywords: Any) -> Answer[MeasuredLoader]:
+    """Measure the DataLoader of a file."""
     from autosplit.tools.loader_speed import measure_loader
     from autosplit.workload.from_file import load_loader
 
     with stdout_kept_clean(), users_errors(spec):
         found = measure_loader(load_loader(spec), **keywords)
-    print_answer(found, manner, lambda console: _print(found, console))
-    return 0
+    return Answer(found, lambda console: _print(found, console))
 
 
 def _print(found: MeasuredLoader, console: Console) -> None:

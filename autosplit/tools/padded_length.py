@@ -17,8 +17,12 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from autosplit.errors import InputError, shown
+from autosplit.files import read_bounded
 from autosplit.solve.length_plan import LengthPlan, LengthPoint
 from autosplit.solve.split import proportional_split
+
+_MOST_BYTES_OF_LENGTHS = 2**30
+"""Largest file of lengths in bytes: about 200 million samples."""
 
 MOST_POINTS = 6
 """Maximum number of lengths to measure. Each is half of the previous length."""
@@ -44,6 +48,23 @@ MOST_FORETOLD = 100_000
 """Maximum number of samples for the prediction of an epoch."""
 
 Batches = list[list[int]]
+
+
+def lengths_in(path: str) -> list[int]:
+    """Read the lengths of samples from a file with one number per line. Raise InputError for other contents."""
+    try:
+        words = read_bounded(path, _MOST_BYTES_OF_LENGTHS).decode("utf-8-sig").split()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"--lengths {path} can't be read ({reason}). Name a text file.",
+        ) from error
+    wrong = next((word for word in words if not word.isdecimal()), None)
+    if wrong is not None:
+        raise InputError(
+            f"--lengths {path} contains {shown(wrong)}, which is not a whole number. Write one length per line.",
+        )
+    return checked_lengths([*map(int, words)], f"the lengths in {path}")
 
 
 def checked_lengths(lengths: Any, name: str = "lengths") -> list[int]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 
-from autosplit.cli.json_types import Place
 from autosplit.cli.named_plan import named_or_newest
-from autosplit.cli.output import Manner, note, print_json
+from autosplit.cli.output import Answer, Manner, Place, note
 from autosplit.errors import InputError
 
 
-def report(manner: Manner, *, which: str | None = None, output: str = "report.html", force: bool = False) -> int:
+def report(
+    manner: Manner, *, which: str | None = None, output: str = "report.html", force: bool = False
+) -> Answer[Place] | int:
     """Write a plan's page to a file or to stdout."""
     from autosplit.tools.report_page import check_page, page_of, write_page
 
     to_stdout = output == "-"
-    if to_stdout and manner.as_json:
+    if to_stdout and manner.json:
         raise InputError("-o - and --json both print to stdout. Leave one of them out.")
     if not to_stdout:
         check_page(output, force=force)
@@ -25,8 +26,6 @@ def report(manner: Manner, *, which: str | None = None, output: str = "report.ht
         sys.stdout.buffer.flush()
         return 0
     write_page(plan, output, force=force)
-    if manner.as_json:
-        print_json(Place(output))
-    else:
+    if not manner.json:
         note(f"wrote {output}", manner)
-    return 0
+    return Answer(Place(output))

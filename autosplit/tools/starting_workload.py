@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader
 
 from autosplit.errors import InputError, users_errors
 from autosplit.files import READ_BY_ALL, replace_file
-from autosplit.tools.written_workload import StartingWorkload
 from autosplit.workload.from_file import load_module, required_arguments, split_spec
 from autosplit.workload.model_call import needed_inputs
 
@@ -34,6 +33,28 @@ BATCH_SIZE = 8
 
 _FIRST_LAYERS = 4
 """`init` guesses the inputs of so many layers. The first registered layer is not always the first to run."""
+
+
+@dataclass(frozen=True)
+class StartingWorkload:
+    """A workload file that was written for a model.
+
+    Attributes:
+        path: The file.
+        model: The class, or the function that makes the model.
+        inputs: Python expression for the inputs of the sample batch.
+        targets: Python expression for its targets. None if the model returns its loss, or if `inputs` is a whole batch
+            of the file's DataLoader.
+        loss_fn: Python expression for the loss. None if the model returns its loss.
+        is_guess: Whether the sample batch is guessed. False if it is the first batch of the file's DataLoader.
+    """
+
+    path: str
+    model: str
+    inputs: str
+    targets: str | None
+    loss_fn: str | None
+    is_guess: bool
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autosplit.devices.spec import parse_devices
+from autosplit.devices.device import Device
 from autosplit.errors import AutosplitError, WorkloadError, ends_tracebacks, shown
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import replaced, with_notes
-from autosplit.probe.request import checked_request
 from autosplit.profiles import store as profiles
 from autosplit.runtime.prepare import Source, workload_source
 from autosplit.text import rate_text
 from autosplit.tools.precision import native_ones, precision_list, without_bf16
 from autosplit.tuning.keywords import refuse_unknown
 from autosplit.tuning.progress import Progress, heard_by, onward, part_of
-from autosplit.tuning.tune import TuningInterrupted, devices_of_process, quiet, tune, tuned, warned
+from autosplit.tuning.tune import TuningInterrupted, quiet, request_for, tune, tuned, warned
 from autosplit.workload.checkpointing import AUTO, Checkpointing
 from autosplit.workload.workload import Workload
 
@@ -112,10 +111,10 @@ def tune_best(
         TuningInterrupted: Ctrl-C was pressed. The exception has the best plan so far.
     """
     refuse_unknown(tune_best, options, tune)
-    options = {"n_trials": 24, "profile": "auto", **options, "strategy": strategy, "time_limit_s": time_limit_s}
-    request = checked_request(devices=devices_of_process(devices, strategy), **options)
+    options = {"n_trials": 24, "profile": "auto", **options, "time_limit_s": time_limit_s}
+    request = request_for(devices, strategy, **options)
     wanted, layers = precision_list(precision), checkpointing_list(checkpointing)
-    precisions, notes = native_ones(wanted, _without_bf16(wanted, devices, strategy))
+    precisions, notes = native_ones(wanted, _without_bf16(wanted, request.devices, strategy))
     described: dict[str, Any] = {"loss_fn": loss_fn, "compute_loss": compute_loss, "optimizer": optimizer}
     described["loss_reduction"] = loss_reduction
     variants = [*itertools.product(precisions, layers)]
@@ -183,12 +182,11 @@ def _save_last(plan: Plan, tried: Note) -> None:
             profiles.store(plan.path.stem, with_notes(saved, last=[tried]))
 
 
-def _without_bf16(wanted: tuple[str | None, ...], devices: Any, strategy: str) -> list[str]:
+def _without_bf16(wanted: tuple[str | None, ...], here: tuple[Device, ...], strategy: str) -> list[str]:
     """Return the devices without native bfloat16, the same on all ranks of a job."""
     from autosplit.ddp.rendezvous import place_here
     from autosplit.tuning.rank_group import in_a_job, peers_here
 
-    here = parse_devices(devices_of_process(devices, strategy), ask_memory=False)
     if strategy != "ddp" or not in_a_job():
         return without_bf16(wanted, here)
     own = here[(place_here().local_rank or 0) % len(here)]  # of a CPU's budgets, each rank has one

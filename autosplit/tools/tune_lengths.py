@@ -19,7 +19,7 @@ from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import replaced, with_notes
-from autosplit.probe.request import Request, checked_request
+from autosplit.probe.request import Request
 from autosplit.profiles.key import ProfileKey
 from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.protocol import StepShape
@@ -34,9 +34,9 @@ from autosplit.tuning.run import TRIAL_BUDGET_S
 from autosplit.tuning.tune import (
     Tuning,
     TuningInterrupted,
-    devices_of_process,
     process_for,
     quiet,
+    request_for,
     tune,
     users_code_named,
     warned,
@@ -101,8 +101,7 @@ def tune_lengths(
     refuse_unknown(tune_lengths, options, tune)
     numbers = checked_lengths(lengths)
     tried = lengths_to_tune(numbers)
-    options = {"n_trials": 24, "profile": "auto", **options, "strategy": strategy}
-    request = checked_request(devices=devices_of_process(devices, strategy), **options)
+    request = request_for(devices, strategy, **{"n_trials": 24, "profile": "auto", **options})
     described: dict[str, Any] = {"loss_fn": loss_fn, "compute_loss": compute_loss, "optimizer": optimizer}
     described |= {"loss_reduction": loss_reduction, "precision": precision}
 

@@ -34,7 +34,7 @@ from autosplit.tuning.process import Job, Process, Processes, drive
 from autosplit.tuning.progress import Progress
 from autosplit.tuning.run import POINT_BUDGET_S, TRIAL_BUDGET_S, Run
 from autosplit.tuning.survey import rank_fit
-from autosplit.tuning.tune import NO_GPU_NOTE, devices_of_process, process_for, quiet, users_code_named
+from autosplit.tuning.tune import NO_GPU_NOTE, process_for, quiet, request_for, users_code_named
 from autosplit.workload.compiled import has_compiled_parts
 from autosplit.workload.workload import Workload, modules_of, why_single
 
@@ -93,7 +93,7 @@ def measure(
         UserCodeError: The workload's own code raised.
         RankFailedError: In a job, another rank raised.
     """
-    request = checked_request(devices=devices_of_process(devices, strategy), strategy=strategy, reserve=reserve)
+    request = request_for(devices, strategy, reserve=reserve)
     described = {
         "loss_fn": loss_fn,
         "compute_loss": compute_loss,
@@ -197,15 +197,11 @@ def _checked(split: Any, accumulation_steps: Any, job: Job, workload: Workload) 
     shares = checked_split(split, [device.label for device in devices])
     steps = whole_number("accumulation_steps", accumulation_steps, minimum=1)
     if steps > MOST_FORWARDS:
-        raise InputError(
-            f"accumulation_steps is {steps}. Expected at most {MOST_FORWARDS}.",
-        )
+        raise InputError(f"accumulation_steps is {steps}. Expected at most {MOST_FORWARDS}.")
     checked_request(devices=devices, max_batch_size=sum(shares))
     reason = why_single(workload)
     if steps > 1 and reason is not None:
-        raise WorkloadError(
-            f"accumulation_steps is {steps}, and {reason}. Expected 1. Leave accumulation_steps out.",
-        )
+        raise WorkloadError(f"accumulation_steps is {steps}, and {reason}. Expected 1. Leave accumulation_steps out.")
     if job.request.strategy == "ddp":
         _refuse_no_ranks(shares, job.request, workload)
     return _Configuration(shares, steps)
@@ -218,7 +214,7 @@ def _refuse_no_ranks(split: tuple[int, ...], request: Request, workload: Workloa
     if 0 in split:
         raise InputError(
             f"split is {split} with strategy 'ddp'. Expected at least one sample for each rank, because all ranks "
-            "take part in a step. Leave out devices with 0 samples.",
+            "take part in a step. Leave out devices with 0 samples."
         )
 
 
@@ -227,14 +223,14 @@ def _refuse_untrainable(asked: _Configuration, prober: Prober) -> None:
     if any(0 < share < least for share in asked.split):
         raise InputError(
             f"split is {asked.split}, but the model's BatchNorms need at least {least} samples. Expected 0 or at "
-            f"least {least} for each device.",
+            f"least {least} for each device."
         )
     largest = prober.facts.largest_batch
     if largest is not None and max(asked.split) > largest:
         raise InputError(
             f"split is {asked.split}, but autosplit can trace the model only with real tensors, and "
             f"{largest} samples fit in this machine's memory. Measure a split with at most {largest} samples on a "
-            "device.",
+            "device."
         )
 
 

@@ -18,6 +18,7 @@ from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.device import backend_for, card_of
 from autosplit.ddp.failure import HEAD_START_S, recorded
 from autosplit.ddp.rendezvous import Place, explain_loopback, meeting_place, place_here, store_of_group
+from autosplit.devices.accelerator import with_free_memory
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, is_broken_off, one_line
@@ -31,21 +32,20 @@ _TALKS = itertools.count()
 """Counts the groups for messages, because a process group may serve several. The numbers agree on all ranks."""
 
 
-def own_part(devices: Any) -> Any:
-    """Return this rank's device from its machine's spec, so that the rank does not initialise other ranks' GPUs.
+def own_devices(spec: Any) -> tuple[Device, ...]:
+    """Parse the spec of this rank's machine. Of accelerators, return the rank's own.
 
-    A spec that can't be divided is returned unchanged. `joined` then raises on all ranks.
+    So the rank does not initialise other ranks' GPUs. If the devices can't be divided among the ranks, return all.
+    Then `joined` raises on all ranks.
     """
-    place = place_here()
-    if place.world_size == 1:
-        return devices
-    found = parse_devices(devices, ask_memory=False)
+    found = parse_devices(spec, ask_memory=False)
     if not is_accelerator(found[0].kind):
-        return devices
+        return found
     try:
-        return found[_own_device(found, place)].label
+        own = found[_own_index(found, place_here())]
     except DeviceError:
-        return devices
+        return found
+    return (with_free_memory(own),)
 
 
 def in_a_job() -> bool:
@@ -65,8 +65,8 @@ def joined(request: Request) -> Iterator[Job]:
     """
     place = place_here()
     with peers_here() as peers:
-        peers.all_run(lambda: _own_device(request.devices, place))  # If this fails on one machine, all ranks raise.
-        yield _job(request, place, peers)
+        indices = peers.all_run(lambda: _own_index(request.devices, place))  # If one machine fails, all ranks raise.
+        yield _job(request, indices, place, peers)
 
 
 @contextmanager
@@ -82,15 +82,15 @@ def peers_here() -> Iterator[Peers]:
         raise KeyboardInterrupt
 
 
-def _job(request: Request, place: Place, peers: Peers) -> Job:
-    index = _own_device(request.devices, place)
+def _job(request: Request, indices: Sequence[int], place: Place, peers: Peers) -> Job:
+    index = indices[place.rank]
     device = request.devices[index]
     if is_accelerator(device.kind):
         backend(device.kind).set_device(device.index)  # NCCL sends from the current device.
     capacity_bytes = request.capacities_bytes[index]
     machine, card = machine_of((device,)), card_of(torch_device(device))
-    found = peers.gathered((replace(request, sampler=None), index, machine, place.local_rank, card))
-    requests, indices, machines, locals_, cards = map(list, zip(*found, strict=True))
+    found = peers.gathered((replace(request, sampler=None), machine, place.local_rank, card))
+    requests, machines, locals_, cards = map(list, zip(*found, strict=True))
     peers.all_run(lambda: _refuse_different(requests, machines))
     pairs = [*zip(requests, indices, strict=True)]
     whole = replace(
@@ -103,12 +103,12 @@ def _job(request: Request, place: Place, peers: Peers) -> Job:
     return Job(place, peers, (device,), (capacity_bytes,), whole, machine, backend_for(device.kind, cards))
 
 
-def _own_device(devices: Sequence[Device], place: Place) -> int:
+def _own_index(devices: Sequence[Device], place: Place) -> int:
     kind, count = devices[0].kind, len(devices)
     if kind == "sim":
         raise DeviceError(
             f"The devices are simulated, but {place.world_size} ranks were started. One process simulates all "
-            "devices. Start the script without torchrun.",
+            "devices. Start the script without torchrun."
         )
     here = place.local_world_size or place.world_size
     local = place.local_rank if place.local_rank is not None else place.rank
@@ -118,7 +118,7 @@ def _own_device(devices: Sequence[Device], place: Place) -> int:
         raise DeviceError(
             f"There are {count} devices ({', '.join(device.label for device in devices)}) for {here} ranks of this "
             "machine. Expected one device per rank. Name one device per rank (--devices cpu:2GiB,cpu:1GiB), or "
-            f"start torchrun with --nproc-per-node {count}.",
+            f"start torchrun with --nproc-per-node {count}."
         )
     return local
 
@@ -168,7 +168,7 @@ def _met(place: Place) -> tuple[Any, Any]:
         explain_loopback(error, place)
         raise InputError(
             f"Rank {place.rank} of {place.world_size} can't connect to the others ({one_line(error)}). Expected all "
-            "of them to call autosplit.tune. Call it on every rank, with the same arguments.",
+            "of them to call autosplit.tune. Call it on every rank, with the same arguments."
         ) from error
     return dist.group.WORLD, store
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.devices.device import Device
+from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, InputError, ends_tracebacks, from_user_code, shown, warn_user
 from autosplit.notes import NOT_FINITE, TIMES_DISAGREE, Note
 from autosplit.plan.plan import Plan
@@ -172,9 +173,9 @@ def tune(
         NotFiniteWarning: The loss of the sample batch, or its gradient, is NaN or infinite.
     """
     _refuse_several(precision)
-    request = checked_request(
-        devices=devices_of_process(devices, strategy),
-        strategy=strategy,
+    request = request_for(
+        devices,
+        strategy,
         effective_batch_size=effective_batch_size,
         max_batch_size=max_batch_size,
         reserve=reserve,
@@ -266,13 +267,14 @@ class Tuning:
             raise TuningInterrupted(None) from None
 
 
-def devices_of_process(devices: Any, strategy: str) -> Any:
-    """Return the devices that this process may use. In a job that trains with DDP, they are its part of the devices."""
-    if strategy != "ddp":
-        return devices
-    from autosplit.tuning.rank_group import own_part
+def request_for(spec: Any, strategy: str, **options: Any) -> Request:
+    """Parse the devices and check the arguments. In a job that trains with DDP, keep this rank's accelerator only."""
+    parse: Callable[[Any], tuple[Device, ...]] = parse_devices
+    if strategy == "ddp":
+        from autosplit.tuning.rank_group import in_a_job, own_devices
 
-    return own_part(devices)
+        parse = own_devices if in_a_job() else parse_devices
+    return checked_request(devices=parse(spec), defaulted=spec is None, strategy=strategy, **options)
 
 
 @contextmanager

@@ -57,4 +57,4 @@ def test_other_ranks_say_which_they_are(script, capsys, monkeypatch):
 
 def test_quiet_and_verbose_are_one_or_the_other(capsys):
     assert main(["devices", "--quiet", "--verbose"]) == 2
-    assert "--quiet and --verbose are both given. Leave one of them out" in capsys.readouterr().err
+    assert "--quiet and --verbose are given together. Choose one of them" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from marks import for_release
 
 from autosplit.__main__ import main as start
 from autosplit.cli.main import main
-from autosplit.cli.parser import COMMANDS
+from autosplit.cli.parser import commands
 from autosplit.devices.device import Device
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.plan import Plan
@@ -130,8 +130,8 @@ def test_what_starts_at_once_loads_neither_torch_nor_what_it_has_no_use_for(tmp_
 
 def examples():
     """Return the examples of all commands."""
-    assert all(command.example for command in COMMANDS.values())
-    return [line for command in COMMANDS.values() for line in command.example.splitlines()]
+    assert all(command.example for command in commands().values())
+    return [line for command in commands().values() for line in command.example.splitlines()]
 
 
 # These take seconds each. test_readme.py runs the same commands from the documentation.
@@ -279,8 +279,7 @@ def test_an_interrupted_tuning_saves_its_output_too(script, tuned, capsys):
 def test_an_interrupted_tuning_without_a_plan(script, tuned, fails, error):
     tuned.answer = error
     assert (
-        fails("tune", script(), code=4)[0]
-        == "error: The command was interrupted before any plan was found. Run it again."
+        fails("tune", script(), code=4)[0] == "error: The command was interrupted before it had a result. Run it again."
     )
 
 
@@ -369,7 +368,7 @@ def test_ctrl_c_while_arguments_are_read(monkeypatch, capsys):
 
     monkeypatch.setattr("autosplit.cli.main.parse", interrupted)
     assert main(["tune", "x.py", "--seed", "1"]) == 4
-    assert capsys.readouterr().err.startswith("error: The command was interrupted before any plan was found.")
+    assert capsys.readouterr().err.startswith("error: The command was interrupted before it had a result.")
 
 
 USER_ERRORS = {

@@ -310,12 +310,11 @@ def test_the_launcher_has_no_context(tmp_path: Path, monkeypatch: pytest.MonkeyP
 import os, sys
 import emulated
 from autosplit.profiles.validity import usable_here
-from autosplit.cli.workload_arguments import ranks_to_start
-from autosplit.cli.workload_arguments import check_before_running, isolates
+from autosplit.cli.workload_arguments import checked_arguments
 from autosplit.ddp.device import card_of
 import torch
-check_before_running({"devices": "emu"}, None)
-assert ranks_to_start({"strategy": "ddp", "devices": "emu"}, together=False) == 2 and isolates(None, "emu")
+asked = checked_arguments("", {}, {"strategy": "ddp", "devices": "emu"})
+assert asked.num_processes == 2 and asked.isolate
 list(usable_here())
 card_of(torch.device("emu", 1))
 assert not emulated.contexts().get(os.getpid()), emulated.contexts()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from ddp_jobs import make_plan
+from marks import whole
 from plans import simulated_plan
 from shell import Ran, autosplit
 
@@ -29,21 +30,8 @@ loader = torch.utils.data.DataLoader(torch.zeros(64, 2), batch_size=8)
 """
 SIM = ("--devices", "sim:1xRTX3090+1xRTX3060")
 TUNE = ("tune", "train.py:workload", *SIM, "--effective-batch-size", "64", "--n-trials", "1")
-COMMANDS = [
-    "devices",
-    "doctor",
-    "tune",
-    "compare",
-    "measure",
-    "probe",
-    "check",
-    "loader",
-    "show",
-    "report",
-    "export",
-    "launch",
-    "profiles",
-]
+CORE = ("tune", "measure", "probe", "check", "show", "launch", "profiles")
+AROUND = ("devices", "doctor", "init", "compare", "loader", "report", "export")
 
 
 @pytest.fixture
@@ -86,9 +74,13 @@ class TestHelp:
     def test_lists_the_commands(self, run, words):
         ran = run(*words)
         assert (ran.code, ran.err) == (0, "")
-        assert all(f"\n  {command} " in ran.out for command in COMMANDS)
+        assert all(f"\n  {command} " in ran.out for command in CORE)
 
-    @pytest.mark.parametrize("command", COMMANDS)
+    @pytest.mark.whole
+    def test_lists_the_commands_of_all_packages(self, run):
+        assert all(f"\n  {command} " in run("--help").out for command in AROUND)
+
+    @pytest.mark.parametrize("command", [*CORE, *map(whole, AROUND)])
     def test_of_each_command_has_an_example(self, run, command):
         ran = run(command, "--help")
         assert (ran.code, ran.err) == (0, "")

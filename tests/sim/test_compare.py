@@ -48,8 +48,8 @@ def comparison_of(answers, prices=None, **options):
     """Compare machines with a given result for each: a plan or an exception."""
     machines = asked_machines(list(answers), prices)
 
-    def tune_one(spec, timed):
-        answer = answers[spec]
+    def tune_one(machine, timed):
+        answer = answers[machine.spec]
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -337,7 +337,7 @@ def test_an_interrupt_on_the_command_line(script, answers, capsys):
     answers["sim:2xL4"] = tune.TuningInterrupted(None)
     assert main(["compare", script(), *BOTH]) == 4
     out, err = capsys.readouterr()
-    assert (out, err) == ("", "error: The command was interrupted before any plan was found. Run it again.\n")
+    assert (out, err) == ("", "error: The command was interrupted before it had a result. Run it again.\n")
 
 
 @pytest.mark.parametrize(

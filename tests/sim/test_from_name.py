@@ -15,7 +15,7 @@ from raised import raises
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autosplit.cli.main import main
-from autosplit.cli.workload_spec import built_workload, workload_of_spec
+from autosplit.cli.workload_arguments import built_workload, workload_of_spec
 from autosplit.errors import InputError, WorkloadError
 from autosplit.profiles.key import workload_of
 from autosplit.sim.fake_copy import built_without_memory, fake_mode

@@ -30,7 +30,7 @@ from torch import nn
 
 import autosplit
 from autosplit import ddp
-from autosplit.cli.workload_arguments import check_before_running, isolates, ranks_to_start
+from autosplit.cli.workload_arguments import checked_arguments
 from autosplit.ddp.rendezvous import Place, meeting_place
 from autosplit.devices import spec as specs
 from autosplit.devices.accelerator import Found
@@ -55,7 +55,7 @@ from autosplit.tuning import rank_group as jobs
 from autosplit.tuning.peers import Failure, Interrupts, Peers
 from autosplit.tuning.process import agreed
 from autosplit.tuning.rank_steps import RankSteps
-from autosplit.tuning.tune import TuningInterrupted
+from autosplit.tuning.tune import TuningInterrupted, request_for
 
 DEVICES = "cpu:400KiB,cpu:200KiB"
 LIMIT_S = 450
@@ -180,7 +180,7 @@ def adopted() -> str:
 
 def without_memory() -> list[Any]:
     """Run steps with too many samples on rank 0, the last rank, and both in turn. Then run a fitting step."""
-    request = checked_request(devices=DEVICES, strategy="ddp")
+    request = checked_request(devices=parse_devices(DEVICES), strategy="ddp")
     found = []
     with jobs.joined(request) as job:
         given = workload()
@@ -201,7 +201,7 @@ def batches_made() -> int:
         made.append(n)
         return torch.randn(n, 16), torch.randn(n, 1)
 
-    with jobs.joined(checked_request(devices=DEVICES, strategy="ddp")) as job:
+    with jobs.joined(checked_request(devices=parse_devices(DEVICES), strategy="ddp")) as job:
         given = workload(make_batch=make)
         worker = CpuWorker(job.devices, job.capacities_bytes, training_copy(given, device=job.device), 64)
         steps = RankSteps(given, worker, job.device, job.peers, backend="gloo", options=DdpOptions().keywords())
@@ -228,7 +228,7 @@ def without_memory_in_a_timed_step() -> list[Any]:
 def spinning_for_one_without_memory() -> list[Any]:
     """Run out of memory in the all-reduce, on a back end that waits forever. Then run a fitting step."""
     spinning.register()
-    request = checked_request(devices=DEVICES, strategy="ddp")
+    request = checked_request(devices=parse_devices(DEVICES), strategy="ddp")
     found: list[Any] = []
     with jobs.joined(request) as job:
         for victim, error in ((1, torch.OutOfMemoryError("out of memory")), (0, torch.OutOfMemoryError("again"))):
@@ -725,7 +725,7 @@ def test_machines_are_told_apart_by_their_first_ranks(locals_: list[int | None],
     ],
 )
 def test_each_rank_has_its_machines_device(place: Place, spec: str, index: int) -> None:
-    assert jobs._own_device(parse_devices(spec), place) == index
+    assert jobs._own_index(parse_devices(spec), place) == index
 
 
 class TestOwnPart:
@@ -744,32 +744,31 @@ class TestOwnPart:
     @pytest.mark.parametrize(
         ("place", "spec", "own"),
         [
-            (Place(1, 4, 1, 4), None, "cuda:1"),
-            (Place(5, 8, 1, 4), "cuda", "cuda:1"),
-            (Place(1, 2, 1, 2), "cuda:3,2", "cuda:2"),
-            (Place(1, 2, 1, 2), "cuda:3", "cuda:3"),  # each process was given one GPU
-            (Place(1, 2, 1, 2), "cuda:0,1,2", "cuda:0,1,2"),  # all ranks must get this
-            (Place(0, 1), "cuda", "cuda"),
-            (Place(1, 2, 1, 2), "cpu:1MiB,cpu:2MiB", "cpu:1MiB,cpu:2MiB"),
+            (Place(1, 4, 1, 4), None, ["cuda:1"]),
+            (Place(5, 8, 1, 4), "cuda", ["cuda:1"]),
+            (Place(1, 2, 1, 2), "cuda:3,2", ["cuda:2"]),
+            (Place(1, 2, 1, 2), "cuda:3", ["cuda:3"]),  # each process was given one GPU
+            (Place(1, 2, 1, 2), "cuda:0,1,2", ["cuda:0", "cuda:1", "cuda:2"]),  # all ranks must get this
+            (Place(0, 1), "cuda:0,1", ["cuda:0", "cuda:1"]),
+            (Place(1, 2, 1, 2), "cpu:1MiB,cpu:2MiB", ["cpu:0", "cpu:1"]),
         ],
     )
-    def test_is_a_card(self, place: Place, spec: Any, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_is_a_card(self, place: Place, spec: Any, own: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(jobs, "place_here", lambda: place)
-        assert jobs.own_part(spec) == own
+        assert [device.label for device in request_for(spec, "ddp").devices] == own
 
     def test_the_others_are_asked_for_nothing(self, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         for index in (0, 1, 3):
             fake.cards[index].fails["mem_get_info"] = AssertionError(f"a context on cuda:{index}")
         monkeypatch.setattr(jobs, "place_here", lambda: Place(2, 4, 2, 4))
-        request = checked_request(devices=jobs.own_part("cuda"), strategy="ddp")
+        request = request_for("cuda", "ddp")
         assert [device.label for device in request.devices] == ["cuda:2"]
 
     def test_whoever_starts_ranks_or_looks_for_their_plan_asks_none(self, fake: FakeCuda) -> None:
         for card in fake.cards:
             card.fails["mem_get_info"] = AssertionError("a context")
-        assert ranks_to_start({"strategy": "ddp", "devices": "cuda"}, together=False) == 4
-        check_before_running({"devices": "cuda:0,1"}, None)
-        assert isolates(None, "cuda")
+        asked = checked_arguments("", {}, {"strategy": "ddp", "devices": "cuda"})
+        assert (asked.num_processes, asked.isolate) == (4, True)
         assert [*usable_here()] == []
 
 

@@ -28,6 +28,7 @@ from autosplit.cli.main import main
 from autosplit.devices import device as devices
 from autosplit.devices import spec as specs
 from autosplit.devices.accelerator import Found
+from autosplit.devices.spec import parse_devices
 from autosplit.errors import InputError
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
@@ -269,7 +270,7 @@ def test_where_the_fits_have_no_answer_it_is_tuned_anew_and_said_so(monkeypatch)
 
 
 def request_for(spec: str, effective: int | None, **options: Any) -> request.Request:
-    return request.checked_request(devices=spec, effective_batch_size=effective, **options)
+    return request.checked_request(devices=parse_devices(spec), effective_batch_size=effective, **options)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from workloads import char_gpt, mlp, net, net_batch, small, with_loss
 
 import autosplit
+from autosplit.devices.spec import parse_devices
 from autosplit.errors import ArgumentError, AutosplitError, DeviceError, InputError, UserCodeError, WorkloadError
 from autosplit.oom import DoesNotFitError
 from autosplit.parallel.balanced import BalancedDataParallel
@@ -135,7 +136,7 @@ class TestSimulated:
         shares = [*plan.ddp.split]
         slowest = {}
         with ExitStack() as closing:
-            request = checked_request(devices=machine)
+            request = checked_request(devices=parse_devices(machine))
             built = build(workload_source(workload, None, {}), request.devices)
             worker = prepare(
                 built, request.devices, request.capacities_bytes, closing, largest_batch=request.max_batch_size

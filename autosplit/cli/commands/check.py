@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from autosplit.cli.check_report import print_checks
-from autosplit.cli.json_types import Checks
-from autosplit.cli.output import Manner, print_answer, progress
-from autosplit.cli.workload_arguments import users_errors
+from autosplit.cli.output import Answer, Manner, progress
+from autosplit.cli.workload_arguments import users_errors, workload_of_spec
+from autosplit.probe.check_result import Check
 
 
-def check(manner: Manner, *, spec: str, model_options: Mapping[str, Any]) -> int:
-    """Check a workload, and print the results."""
-    from autosplit.cli.workload_spec import workload_of_spec
+@dataclass(frozen=True)
+class Checks:
+    """Whether splitting the batch changes the training.
+
+    Attributes:
+        checks: One for each part of the training that was compared.
+    """
+
+    checks: tuple[Check, ...]
+
+
+def check(manner: Manner, *, spec: str, model_options: Mapping[str, Any]) -> Answer[Checks]:
+    """Check a workload."""
     from autosplit.probe import gradient_check as checks
     from autosplit.tuning.progress import Progress, fraction_of
 
@@ -21,6 +32,5 @@ def check(manner: Manner, *, spec: str, model_options: Mapping[str, Any]) -> int
         workload = workload_of_spec(spec, **model_options)
         with users_errors(spec):
             report(Progress("checks", "checking gradients", fraction_of("checks")))
-            found = checks.check(workload)
-    print_answer(Checks(tuple(found)), manner, lambda console: print_checks(found, console))
-    return 0
+            found = tuple(checks.check(workload))
+    return Answer(Checks(found), lambda console: print_checks(found, console))

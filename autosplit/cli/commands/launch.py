@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autosplit.cli.named_plan import plan_file
-from autosplit.cli.output import Manner, note, print_json
+from autosplit.cli.output import Answer, Manner, note
 from autosplit.errors import InputError
 from autosplit.launcher import STARTER_VARIABLE
 from autosplit.plan.torchrun import NEWEST_VARIABLE, PLAN_VARIABLE, command_for
 from autosplit.text import printable
 
 
-def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None, print_only: bool = False) -> int:
-    """Replace this process with torchrun, or print torchrun's command as a shell command line or as JSON."""
+@dataclass(frozen=True)
+class LaunchCommand:
+    """The command that `launch` would run.
+
+    Attributes:
+        command: The program and its arguments.
+        environment: Additional environment variables.
+        plan: A description of the plan.
+    """
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    plan: str
+
+
+def launch(
+    manner: Manner, *, arguments: Sequence[str], plan: str | None = None, print_: bool = False
+) -> Answer[LaunchCommand]:
+    """Replace this process with torchrun, or return torchrun's command."""
     from autosplit.ddp.find_plan import described, plan_for_job
 
     if plan is None and "--plan" in arguments:
@@ -31,14 +48,8 @@ def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None,
     if plan is None and not os.environ.get(PLAN_VARIABLE):
         job = replace(job, variables={**job.variables, NEWEST_VARIABLE: "1"})
     description = printable(f"{described(found)}, {path}")
-    if manner.as_json:
-        from autosplit.cli.json_types import LaunchCommand
-
-        print_json(LaunchCommand(job.command, dict(job.variables), description))
-        return 0
-    if print_only:
-        sys.stdout.write(job.line() + "\n")
-        return 0
+    if manner.json or print_:
+        return Answer(LaunchCommand(job.command, dict(job.variables), description), job.line() + "\n")
     script = next((argument for argument in arguments if argument.endswith(".py")), None)
     if script is not None and not Path(script).exists():
         raise InputError(f"{script} does not exist. Check the path of the training script.")

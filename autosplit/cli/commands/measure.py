@@ -9,44 +9,33 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autosplit.cli.output import Manner, print_answer, progress, speaks
+from autosplit.cli.output import Answer, Manner, progress, speaks
 from autosplit.cli.tables import add_row, pairs_table, plain_table, print_bullets, print_plain
-from autosplit.cli.workload_arguments import (
-    as_rank,
-    check_before_running,
-    flags_of,
-    isolates,
-    loaded,
-    ranks_to_start,
-    users_errors,
-)
-from autosplit.launcher import end_with_launcher
+from autosplit.cli.workload_arguments import checked_arguments, users_errors
 from autosplit.plan.measured_step import MeasuredStep
 from autosplit.text import memory_text, ms_text, rate_text, rates_text, short_bytes_text, short_name, tuple_text
 
 _PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "untraced")
 
 
-def measure(manner: Manner, *, spec: str, model_options: Mapping[str, Any], **keywords: Any) -> int:
-    """Measure a configuration, and print the results."""
-    end_with_launcher()
-    check_before_running(keywords, None)
-    together, keywords = as_rank(keywords)
-    if (count := ranks_to_start(keywords, together=together)) > 1:
+def measure(
+    manner: Manner, *, spec: str, model_options: Mapping[str, Any], **keywords: Any
+) -> Answer[MeasuredStep] | int:
+    """Measure a configuration, in several processes for DDP."""
+    asked = checked_arguments(spec, model_options, keywords)
+    if asked.num_processes > 1:
         from autosplit.cli.torchrun_job import run_together
 
-        return run_together(["measure", spec, *flags_of({**keywords, **model_options}), *manner.flags()], count)
+        return run_together(manner.words, asked.num_processes)
     from autosplit.tuning import measure as measuring
 
     with progress(manner) as report:
-        isolate = isolates(keywords.get("isolate"), keywords.get("devices"), together=together)
-        _, source = loaded(spec, model_options, together=together, isolate=isolate)
+        source = asked.source()
         with users_errors(spec):
-            found = measuring.measure(source, **{**keywords, "isolate": isolate}, progress=report)
-    if together and not speaks():
+            found = measuring.measure(source, **{**asked.keywords, "isolate": asked.isolate}, progress=report)
+    if asked.is_rank and not speaks():
         return 0
-    print_answer(found, manner, lambda console: _print(found, console))
-    return 0
+    return Answer(found, lambda console: _print(found, console))
 
 
 def _print(found: MeasuredStep, console: Console) -> None:

@@ -4,28 +4,51 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from autosplit.addons import addon
-from autosplit.cli.json_types import Ceilings, answer_of
-from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
+from autosplit.cli.output import EXIT_INTERRUPTED, Answer, Manner, Problem, collected, print_problems, progress
 from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
-from autosplit.cli.workload_arguments import check_before_running, isolates, sendable, users_errors
-from autosplit.devices.device import Device
+from autosplit.cli.workload_arguments import isolates, sendable, users_errors, workload_of_spec
+from autosplit.devices.device import Device, parse_reserve
 from autosplit.errors import InputError
 from autosplit.solve.memory import Ceiling, Role
 from autosplit.text import counted_text, size_text
 from autosplit.tuning.progress import Progress
 
-if TYPE_CHECKING:
-    from autosplit.oom import DoesNotFitError
-
 _REASONS = {"memory": "memory", "max_batch_size": "max_batch_size", "kernel": "a kernel", "time": "time"}
+
+
+@dataclass(frozen=True)
+class ProbedCeiling(Ceiling):
+    """A ceiling and its headroom.
+
+    Attributes:
+        headroom_bytes: The part of the capacity that is free at the ceiling. Negative if not even one sample fits.
+    """
+
+    headroom_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The ceilings that were found.
+
+    Attributes:
+        simulated: Whether the GPUs are simulated.
+        ceilings: One for each device and role, in the order of the command line.
+        notes: Notes on the ceilings, one sentence each.
+    """
+
+    simulated: bool
+    ceilings: tuple[ProbedCeiling, ...]
+    notes: tuple[str, ...]
 
 
 def probe(
@@ -37,37 +60,38 @@ def probe(
     role: Sequence[str] = (),
     plot: str | None = None,
     **keywords: Any,
-) -> int:
-    """Find ceilings, and print them. If the search does not finish, print the ceilings found so far."""
+) -> Answer[Ceilings] | int:
+    """Find ceilings. If the search does not finish, return the ceilings found so far."""
+    from autosplit.devices.spec import parse_devices
     from autosplit.tuning.tune import NO_GPU_NOTE
 
     roles = tuple(dict.fromkeys(role or ["rank"]))
-    check_before_running({**keywords, "devices": devices}, None)
+    found_devices = parse_devices(devices)
+    parse_reserve(keywords.get("reserve"))
     _check_flags(roles, keywords.get("time_limit_s"), plot)
     ceilings: list[Ceiling] = []
-    misfits: list[DoesNotFitError] = []
-    interrupted = False
+    problems: list[Problem] = []
     try:
         with progress(manner) as report:
-            _find_ceilings(spec, model_options, devices, roles, report, ceilings, misfits, **keywords)
+            _find_ceilings(spec, model_options, found_devices, roles, report, ceilings, problems, **keywords)
     except KeyboardInterrupt:
-        interrupted = True
-    for error in misfits:
-        failed(str(error), error.exit_code)
-    if interrupted:
         text = "the ceilings found so far are shown" if ceilings else "no ceiling was found yet"
-        failed(f"The search was interrupted, and {text}. Run the command again for all ceilings.", EXIT_INTERRUPTED)
-    if any(ceiling.batch_size for ceiling in ceilings):
-        simulated = ceilings[0].device.startswith("sim:")
-        no_gpu = (NO_GPU_NOTE,) if devices is None and ceilings[0].device == "cpu" else ()
-        notes = tuple(dict.fromkeys(map(str, [*no_gpu, *(note for one in ceilings for note in one.notes)])))
-        answer = answer_of({"simulated": simulated, "ceilings": ceilings, "notes": notes}, Ceilings)
-        print_answer(answer, manner, lambda console: _print(ceilings, notes, console, simulated=simulated))
-        if plot is not None:  # last, because it may fail
+        text = f"The search was interrupted, and {text}. Run the command again for all ceilings."
+        problems.append(Problem(text, EXIT_INTERRUPTED))
+    if not any(ceiling.batch_size for ceiling in ceilings):
+        return print_problems(problems)
+    simulated = found_devices[0].kind == "sim"
+    no_gpu = (NO_GPU_NOTE,) if devices is None and found_devices[0].label == "cpu" else ()
+    notes = tuple(dict.fromkeys(map(str, [*no_gpu, *(note for one in ceilings for note in one.notes)])))
+    value = {"simulated": simulated, "ceilings": ceilings, "notes": notes}
+    if plot is not None:
+        with collected(problems):
             addon("ceiling_plot")(ceilings, plot)
-    if interrupted:
-        return EXIT_INTERRUPTED
-    return misfits[0].exit_code if misfits else 0
+    return Answer(
+        msgspec.convert(value, Ceilings, from_attributes=True),
+        lambda console: _print(ceilings, notes, console, simulated=simulated),
+        problems,
+    )
 
 
 def _check_flags(roles: Sequence[str], time_limit_s: float | None, plot: str | None) -> None:
@@ -76,7 +100,7 @@ def _check_flags(roles: Sequence[str], time_limit_s: float | None, plot: str | N
             raise InputError(f"--role {role!r} is not a role. Choose one of {', '.join(get_args(Role))}.")
     if time_limit_s is not None and not time_limit_s > 0:
         raise InputError(
-            f"--time-limit-s is {time_limit_s:g}. Expected more than 0 seconds. Leave it out for no limit.",
+            f"--time-limit-s is {time_limit_s:g}. Expected more than 0 seconds. Leave it out for no limit."
         )
     if plot is not None:
         addon("check_plot")(plot)
@@ -85,25 +109,21 @@ def _check_flags(roles: Sequence[str], time_limit_s: float | None, plot: str | N
 def _find_ceilings(
     spec: str,
     model_options: Mapping[str, Any],
-    devices_spec: str | None,
+    devices: Sequence[Device],
     roles: Sequence[str],
     report: Callable[[Progress], None],
     ceilings: list[Ceiling],
-    misfits: list[DoesNotFitError],
+    problems: list[Problem],
     *,
     time_limit_s: float | None = None,
     isolate: bool | None = None,
     **keywords: Any,
 ) -> None:
-    from autosplit.cli.workload_spec import workload_of_spec
-    from autosplit.devices.spec import parse_devices
     from autosplit.oom import DoesNotFitError
     from autosplit.probe.find_ceiling import find_ceiling
 
-    workload: Any = workload_of_spec(spec, **model_options)
-    devices = parse_devices(devices_spec)
     keywords["isolate"] = isolates(isolate, devices)
-    source = sendable(spec, workload) if keywords["isolate"] else workload
+    source = sendable(spec, workload_of_spec(spec, **model_options), isolate=keywords["isolate"])
     ends_s = None if time_limit_s is None else time.monotonic() + time_limit_s
     pairs: list[tuple[Device, Any]] = [(device, role) for device in devices for role in roles]
     known: dict[tuple[Device, str], Ceiling] = {}
@@ -120,7 +140,7 @@ def _find_ceilings(
                 with users_errors(spec):
                     known[alike] = find_ceiling(source, device, role=role, time_limit_s=left_s, **keywords)
             except DoesNotFitError as error:
-                misfits.append(error)
+                problems.append(Problem(str(error), error.exit_code))
                 needed_bytes, capacity_bytes = error.requested_bytes, error.capacity_bytes
                 known[alike] = Ceiling(device.label, role, 0, "memory", 0, 0, needed_bytes, capacity_bytes)
         ceilings.append(replace(known[alike], device=device.label))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autosplit.cli.named_plan import profile_path
-from autosplit.cli.output import Manner, print_json
+from autosplit.cli.output import Answer, Manner, Place, Problem, collected
 from autosplit.cli.stored_profile import Profile, profile_at
 from autosplit.cli.tables import add_row, pairs_table, plain_table, print_bullets, print_plain
-from autosplit.cli.terminal import console_for
-from autosplit.errors import InputError, ProfileError
+from autosplit.errors import InputError
 from autosplit.files import profiles_folder
 from autosplit.profiles.store import KEY_DIGITS, profile_paths, remove_left_over, remove_profile
 from autosplit.text import counted_text, rate_text, request_text, short_name, tuple_text
@@ -32,84 +32,88 @@ _EVERYWHERE = ("key", "model", "devices", "plan", "age")
 """Columns that are always shown, even if they are empty."""
 
 
-def list_profiles(manner: Manner) -> int:
-    """Print the newest profiles as a table, or all as JSON."""
+@dataclass(frozen=True)
+class Profiles:
+    """The profiles in the cache.
+
+    Attributes:
+        folder: The folder of the profiles. It may not exist yet.
+        profiles: The profiles, newest first.
+    """
+
+    folder: str
+    profiles: tuple[Profile, ...]
+
+
+@dataclass(frozen=True)
+class Removed:
+    """The profiles that were removed.
+
+    Attributes:
+        folder: The folder of the profiles.
+        removed: The files that were removed.
+    """
+
+    folder: str
+    removed: tuple[str, ...]
+
+
+def list_profiles(manner: Manner) -> Answer[Profiles]:
+    """Return the newest profiles for the table, or all for JSON."""
     paths, folder = profile_paths(), profiles_folder()
-    if manner.as_json:
-        from autosplit.cli.json_types import Profiles
+    found = tuple(map(profile_at, paths if manner.json else paths[:MOST_SHOWN]))
 
-        print_json(Profiles(str(folder), tuple(map(profile_at, paths))))
-    else:
-        console = console_for(sys.stdout)
-        print_profiles([profile_at(path) for path in paths[:MOST_SHOWN]], folder, console)
-        if len(paths) > MOST_SHOWN:
-            older = counted_text(len(paths) - MOST_SHOWN, "older profile")
+    def show(console: Console) -> None:
+        print_profiles(found, folder, console)
+        if len(paths) > len(found):
+            older = counted_text(len(paths) - len(found), "older profile")
             print_bullets([f"{older} not shown. autosplit profiles --json lists all."], console)
-    return 0
+
+    return Answer(Profiles(str(folder), found), show)
 
 
-def show_path(manner: Manner, *, key: str | None = None) -> int:
-    """Print the folder of the profiles, which may not exist yet, or the file of a profile."""
+def show_path(_manner: Manner, *, key: str | None = None) -> Answer[Place]:
+    """Return the folder of the profiles, which may not exist yet, or the file of a profile."""
     path = str(profiles_folder() if key is None else profile_path(key))
-    if manner.as_json:
-        from autosplit.cli.json_types import Place
-
-        print_json(Place(path))
-    else:
-        sys.stdout.write(f"{path}\n")
-    return 0
+    return Answer(Place(path), f"{path}\n")
 
 
 def remove_profiles(
-    manner: Manner, *, keys: Sequence[str] = (), everything: bool = False, confirmed: bool = False
-) -> int:
-    """Remove profiles by the first digits of their keys, or all, and print their paths.
+    _manner: Manner, *, keys: Sequence[str] = (), all_: bool = False, yes: bool = False
+) -> Answer[Removed]:
+    """Remove profiles by the first digits of their keys, or all.
 
     If any key is not found, remove nothing.
     """
-    if bool(keys) == everything:
+    if bool(keys) == all_:
         given = "Keys and --all are both given" if keys else "Neither a key nor --all is given"
-        raise InputError(
-            f"{given}. Write autosplit profiles remove KEY, or autosplit profiles remove --all.",
-        )
+        raise InputError(f"{given}. Write autosplit profiles remove KEY, or autosplit profiles remove --all.")
     folder = profiles_folder()
-    paths = profile_paths() if everything else tuple(dict.fromkeys(map(profile_path, keys)))
-    if everything and paths and not confirmed:
+    paths = profile_paths() if all_ else tuple(dict.fromkeys(map(profile_path, keys)))
+    if all_ and paths and not yes:
         _confirm(len(paths), folder)
     removed: list[str] = []
-    problems: list[ProfileError] = []
+    problems: list[Problem] = []
     for path in paths:
-        try:
+        with collected(problems):
             remove_profile(path)
             removed.append(str(path))
-        except ProfileError as error:
-            problems.append(error)
-    if everything and paths:
+    if all_ and paths:
         remove_left_over()
-    if manner.as_json:
-        from autosplit.cli.json_types import Removed
-
-        print_json(Removed(str(folder), tuple(removed)))
-    else:
-        sys.stdout.write("".join(f"removed {path}\n" for path in removed) or f"nothing to remove in {folder}\n")
-        sys.stdout.flush()
-    if problems:
-        raise problems[0]
-    return 0
+    text = "".join(f"removed {path}\n" for path in removed) or f"nothing to remove in {folder}\n"
+    return Answer(Removed(str(folder), tuple(removed)), text, problems[:1])
 
 
 def _confirm(count: int, folder: Path) -> None:
     what = f"{counted_text(count, 'profile')} in {folder}"
     if not (sys.stdin is not None and sys.stdin.isatty()):
         raise InputError(
-            f"--all removes {what}, but autosplit can't ask for confirmation without a terminal. Add --yes.",
+            f"--all removes {what}, but autosplit can't ask for confirmation without a terminal. Add --yes."
         )
     sys.stderr.write(f"remove {what}? [y/N] ")
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
-        raise InputError(
-            f"You did not answer y, so nothing was removed. Answer y to remove {what}, or name the keys.",
-        )
+        raise InputError(f"You did not answer y, so nothing was removed. Answer y to remove {what}, or name the keys.")
 
 
 def print_profiles(found: Sequence[Profile], folder: Path, console: Console) -> None:
