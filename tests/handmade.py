@@ -88,9 +88,9 @@ def changed_plan(plan: Plan, **changes: Any) -> Plan:
     return changed_layout(plan, plan.main.strategy, **of_layout) if of_layout else plan
 
 
-def changed_layout(plan: Plan, strategy: Strategy = "ddp", **changes: Any) -> Plan:
+def changed_layout(plan: Plan, which: Strategy = "ddp", /, **changes: Any) -> Plan:
     """Return the plan with other fields of one layout."""
-    return with_layouts(plan, *(replace(one, **changes) if one.strategy == strategy else one for one in plan.layouts))
+    return with_layouts(plan, *(replace(one, **changes) if one.strategy == which else one for one in plan.layouts))
 
 
 def changed_seats(plan: Plan, change: Callable[[int, Seat], Seat], *strategies: Strategy) -> Plan:

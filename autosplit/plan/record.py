@@ -20,7 +20,6 @@ from autosplit.notes import Note
 from autosplit.plan.explanation import BINDING_SHARE, WhatIf
 from autosplit.plan.layout import Layout, PlanDevice, Strategy
 from autosplit.plan.loader_settings import LoaderSettings
-from autosplit.plan.older_files import upgraded
 from autosplit.plan.validation import PRECISIONS, control_character, unfit_number, unsound_part
 from autosplit.probe.check_result import Check, is_count_expression
 from autosplit.solve.length_plan import LengthPlan
@@ -294,6 +293,8 @@ class PlanRecord:
                     f"{source} has schema_version {version}, but this version reads 1 to {SCHEMA_VERSION}. Tune again.",
                 )
             if version < SCHEMA_VERSION:
+                from autosplit.plan.older_files import upgraded  # most files are of this version
+
                 text = upgraded(text, version)
             unsound = control_character(msgspec.json.decode(text))
             plan = msgspec.json.decode(text, type=cls)
@@ -308,7 +309,7 @@ class PlanRecord:
                 f"{source} is not a valid plan: {printable(unsound, longest=300)}. Expected a file that Plan.save "
                 "wrote. Tune again.",
             )
-        return plan
+        return plan if version == SCHEMA_VERSION else with_layouts(plan, *plan.layouts)
 
 
 P = TypeVar("P", bound=PlanRecord)

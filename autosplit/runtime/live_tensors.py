@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.parallel.replicate import moving_buffers
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.torch_versions import FakeTensor
 from autosplit.workload.fingerprint import named_by
@@ -35,6 +34,8 @@ def untouched(workload: Workload) -> Iterator[None]:
 
     Gradients are removed during the step, because a backward adds to them in place.
     """
+    from autosplit.parallel.replicate import moving_buffers  # a stored plan runs no step
+
     reached = list(_reached(workload))
     modules = [one for one in reached if isinstance(one, nn.Module)]
     tensors: list[Tensor] = [p for module in (*modules_of(workload), *modules) for p in module.parameters()]

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autosplit.devices.transfer import HOST
 from autosplit.errors import WorkloadError
-from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.runtime.memory_tracker import Left, Tracker
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.trainee import CPU, Trainee
 from autosplit.workload.tree import tensors_of
 from autosplit.workload.workload import Workload
+
+if TYPE_CHECKING:
+    from autosplit.parallel.balanced import BalancedDataParallel
 
 T = TypeVar("T")
 
@@ -33,6 +35,8 @@ def wrapper_for(
     """Return a function that wraps a model so that its batch is split over devices. A single device gets all parts."""
 
     def wrapped(module: nn.Module) -> BalancedDataParallel:
+        from autosplit.parallel.balanced import BalancedDataParallel  # a stored plan runs no step
+
         return BalancedDataParallel(
             None,
             module,
@@ -113,8 +117,7 @@ def run_placed(
                 if held and shape.arrangement == "balanced":
                     mark("broadcast")
                     for wrapper in models.modules if any(shape.splits[0][1:]) else ():
-                        assert isinstance(wrapper, BalancedDataParallel)
-                        wrapper.hold_gradients(shape.splits[0], held)
+                        cast("BalancedDataParallel", wrapper).hold_gradients(shape.splits[0], held)
                 # If only one micro-step of an accumulating step runs, double the total, so that its loss gets a partial
                 # weight.
                 total = 2 * sum(sizes) if shape.accumulates else None

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from autosplit.devices.transfer import Placement, adopt_module
 from autosplit.errors import OWN_FOLDER, AutosplitError, WorkloadError, advise
-from autosplit.parallel.accumulation import Accumulation
 from autosplit.rng import ExtremeDraws
 from autosplit.torch_versions import scale_each
 from autosplit.workload.batch import resize
@@ -164,6 +163,8 @@ class Trainee:
             mark("update")
         else:
             # `loss` stays alive until the next micro-step, like the variable of a training loop.
+            from autosplit.parallel.accumulation import Accumulation  # a stored plan runs no step
+
             accumulation = Accumulation()
             total = num_samples or sum(sizes)
             for position, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
