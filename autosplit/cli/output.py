@@ -51,7 +51,7 @@ class Manner:
 
 
 class Problem(NamedTuple):
-    """An error that a command prints after its answer."""
+    """An error that a command prints in addition to its answer."""
 
     message: str
     exit_code: int
@@ -64,7 +64,8 @@ class Answer(Generic[T]):
     Attributes:
         value: The value that ``--json`` prints. docs/json-schema.json describes its type.
         report: The answer without ``--json``: a text, or a function that prints to a console.
-        problems: Errors that are printed after the answer. The exit code of the last is the command's.
+        problems: Errors that are printed after the answer, and interruptions, which are printed before the answer. The
+            exit code of the last is the command's.
     """
 
     value: T
@@ -187,6 +188,8 @@ def finish(answer: Answer[Any] | int, manner: Manner) -> int:
     """
     if isinstance(answer, int):
         return answer
+    after = [problem for problem in answer.problems if problem.exit_code != EXIT_INTERRUPTED]
+    print_problems([problem for problem in answer.problems if problem not in after])
     if manner.json:
         write_json(json_text(answer.value))
     elif isinstance(answer.report, str):
@@ -194,7 +197,8 @@ def finish(answer: Answer[Any] | int, manner: Manner) -> int:
     else:
         answer.report(console_for(sys.stdout))
     sys.stdout.flush()
-    return print_problems(answer.problems)
+    print_problems(after)
+    return answer.problems[-1].exit_code if answer.problems else 0
 
 
 def print_problems(problems: Sequence[Problem]) -> int:
