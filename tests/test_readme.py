@@ -258,6 +258,8 @@ def test_the_map_names_modules_that_are_there() -> None:
     named = set(re.findall(r"`([\w/]+\.(?:py|toml|html\.j2))`", text)) - {"tests/test_layers.py"}
     assert len(named) > 40
     assert [name for name in sorted(named) if not (ROOT / "autosplit" / name).exists()] == []
+    places = text.split("## Where do I change ...?")[1].split("## Words")[0]
+    assert places.count("\n| ") - 2 <= 40, "one page"
     packages = {path.parent.name for path in (ROOT / "autosplit").glob("*/__init__.py")}
     assert packages == set(re.findall(r"^\| `(\w+)` \| [^|]+ \| `\w+/", text, re.MULTILINE))
 
