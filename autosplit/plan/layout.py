@@ -60,6 +60,7 @@ class Seat:
     """One device of a layout.
 
     Attributes:
+        device: The device.
         samples: Samples per forward on this device.
         ceiling: The largest batch that fits on the device, and how it was found.
         peak_bytes: Peak memory in a step of the layout. Predicted for simulated GPUs.
