@@ -6,10 +6,10 @@ Plans are made from JSON, which is the public way to write a plan.
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from handmade import changed_plan
 from torch.utils.data import DataLoader
 
 from autosplit import Plan, ddp
@@ -71,6 +71,14 @@ def make_plan(
     }
     plain = {"schema_version": 3, "layouts": [layout], "precision": "none"}
     return changed_plan(Plan.from_json(json.dumps(plain)), **changes)
+
+
+def changed_plan(plan: Plan, **changes: Any) -> Plan:
+    """Return the plan with other fields, of the plan or of its main layout."""
+    of_plan = {one.name for one in fields(Plan)}
+    of_layout = {name: value for name, value in changes.items() if name not in of_plan}
+    layouts = tuple(replace(one, **of_layout) if one is plan.main else one for one in plan.layouts)
+    return replace(plan, **{"layouts": layouts, **{name: changes[name] for name in of_plan & {*changes}}})
 
 
 def make_model() -> torch.nn.Module:

@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import ddp_jobs
-from handmade import changed_plan, on_devices
-from noted import noted
+from ddp_jobs import changed_plan
 
 from autosplit import Plan
-from autosplit.plan.layout import PlanDevice, Seat
-from autosplit.probe.check_result import Check
-from autosplit.solve.trial import Trial
 
 MIB = 2**20
 
-_RANKS = ddp_jobs.make_plan((2, 4), 16, capacity_bytes=64 * MIB).main
-_BALANCED = replace(_RANKS, strategy="balanced", samples_per_s=12.5, measured=True, even_samples_per_s=10.0)
+
+def _trial(number: int, *split: int, **outcome: Any) -> dict[str, Any]:
+    sizes = {"gpu0_bsz": split[0], "batch_size": sum(split), "accumulation_steps": 3, "split": split}
+    return {"number": number, **sizes, **outcome}
 
 
-def plan_device(index: int, **changes: Any) -> PlanDevice:
+_PLAIN = ddp_jobs.make_plan((2, 4), 16, capacity_bytes=64 * MIB).to_dict()
+_RANKS = _PLAIN["layouts"][0]
+_BALANCED = {"strategy": "balanced", "samples_per_s": 12.5, "measured": True, "even_samples_per_s": 10.0}
+_PLAIN |= {
+    "layouts": [{**_RANKS, **_BALANCED}, _RANKS],
+    "trials": [
+        _trial(0, 2, 4, samples_per_s=12.5, error_share=0.01, peak_bytes=(40, 50)),
+        _trial(1, 3, 3, failure="cpu:1 ran out of memory"),
+    ],
+    "checks": [
+        {
+            "subject": "BatchNorm1d at 1",
+            "split_error": 0.5,
+            "accumulation_error": None,
+            "depends": True,
+            "advice": "freeze it",
+        }
+    ],
+    "notes": [{"kind": "note", "text": "a sentence — with “Unicode”"}],
+    "real_steps": 7,
+    "real_ooms": 1,
+}
+_PLAN = Plan.from_json(json.dumps(_PLAIN))
+
+
+def plan_device(index: int, **changes: Any) -> Any:
     """Return a CPU device of a plan, with a budget of 64 MiB."""
-    device = replace(_RANKS.devices[0], label=f"cpu:{index}", index=index, name="cpu")
-    return replace(device, **changes)
+    return replace(_PLAN.devices[0], **{"label": f"cpu:{index}", "index": index, "name": "cpu", **changes})
 
 
-def plan_seat(index: int, samples: int, **changes: Any) -> Seat:
+def plan_seat(index: int, samples: int, **changes: Any) -> Any:
     """Return a seat on a CPU device. `changes` replaces fields of the device."""
-    device = plan_device(index, **changes)
-    ceiling = replace(_RANKS.seats[0].ceiling, device=device.label)
-    return replace(_RANKS.seats[0], device=device, samples=samples, peak_bytes=40 * MIB, ceiling=ceiling)
+    device, seat = plan_device(index, **changes), _PLAN.main.seats[0]
+    ceiling = replace(seat.ceiling, device=device.label)
+    return replace(seat, device=device, samples=samples, peak_bytes=40 * MIB, ceiling=ceiling)
 
 
 def make_plan(**changes: Any) -> Plan:
@@ -38,23 +61,16 @@ def make_plan(**changes: Any) -> Plan:
 
     `changes` replaces fields of the plan or of BalancedDataParallel's layout.
     """
-    return changed_plan(_PLAN, **changes)
+    return changed_plan(_PLAN, **{"seats": (plan_seat(0, 2), plan_seat(1, 4)), **changes})
 
 
 def simulated_plan() -> Plan:
     """Return the same plan for two simulated GPUs."""
-    return on_devices(make_plan(), *(plan_device(i, label=f"sim:{i}", kind="sim", name="RTX3090") for i in range(2)))
 
+    def simulated(layout: Any) -> Any:
+        devices = (plan_device(i, label=f"sim:{i}", kind="sim", name="RTX3090") for i in range(2))
+        pairs = zip(layout.seats, devices, strict=True)
+        return replace(layout, seats=tuple(replace(seat, device=device) for seat, device in pairs))
 
-_PLAN = Plan(
-    layouts=(replace(_BALANCED, seats=(plan_seat(0, 2), plan_seat(1, 4))), _RANKS),
-    precision="none",
-    trials=(
-        Trial(0, 2, 6, 3, (2, 4), samples_per_s=12.5, error_share=0.01, peak_bytes=(40, 50)),
-        Trial(1, 3, 6, 3, (3, 3), failure="cpu:1 ran out of memory"),
-    ),
-    checks=(Check("BatchNorm1d at 1", 0.5, None, depends=True, advice="freeze it"),),
-    notes=noted("a sentence — with “Unicode”"),
-    real_steps=7,
-    real_ooms=1,
-)
+    plan = make_plan()
+    return replace(plan, layouts=tuple(map(simulated, plan.layouts)))

@@ -140,6 +140,8 @@ class Layout:
         is_bounded = count > 1 or self.strategy == "balanced"
         if is_bounded and any(seat.samples > seat.ceiling.batch_size for seat in self.seats):
             self._refuse("split", split, f"a split within the ceilings {self.ceilings}")
+        if self.effective_batch_size < 1:
+            self._refuse("effective_batch_size", self.effective_batch_size, "1 or more")
         steps = accumulation_steps(self.effective_batch_size, self.batch_size)
         if self.accumulation_steps != steps:
             self._refuse("accumulation_steps", self.accumulation_steps, f"ceil(effective / batch), {steps}")

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from autosplit.errors import PlanError
 from autosplit.solve.split import accumulation_steps
 from autosplit.solve.step_time import Cost
 
@@ -18,7 +17,7 @@ def upgraded(text: str | bytes, version: int) -> bytes:
     """Convert JSON of version 1 or 2 to version 3. The caller validates the result.
 
     Raises:
-        PlanError: A value that the conversion needs is missing or has another type.
+        ValidationError: A value that the conversion needs is missing or has another type.
     """
     try:
         plain = msgspec.json.decode(text)
@@ -26,10 +25,8 @@ def upgraded(text: str | bytes, version: int) -> bytes:
     except msgspec.DecodeError:
         raise
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise PlanError(
-            f"The plan of schema_version {version} is incomplete ({type(error).__name__}: {error}). Expected a file "
-            "that Plan.save wrote. Tune again."
-        ) from None
+        reason = f"{type(error).__name__}: {error}"
+        raise msgspec.ValidationError(f"its schema_version {version} is incomplete: {reason}") from None
 
 
 def _with_kinds(value: Any, key: str = "") -> Any:

@@ -99,8 +99,9 @@ class PlanRecord:
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        strategies, counts = {one.strategy for one in self.layouts}, {len(one.seats) for one in self.layouts}
-        once = len(strategies) == len(self.layouts) and len(counts) == 1
+        strategies = {one.strategy for one in self.layouts}
+        labels = {tuple(device.label for device in one.devices) for one in self.layouts}
+        once = len(strategies) == len(self.layouts) and len(labels) == 1
         self._require(once, "layouts", "one or two layouts of different strategies for the same devices")
         self._require(self.loss_reduction in ("mean", "sum"), "loss_reduction", "'mean' or 'sum'")
         self._require(self.precision in PRECISIONS, "precision", f"one of {PRECISIONS}")
