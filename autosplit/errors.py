@@ -233,8 +233,8 @@ def first_line(error: BaseException) -> str:
 
 def one_line(error: BaseException) -> str:
     """Return an exception's type and the first line of its message. For a UserCodeError, use its cause."""
-    told = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
-    return f"{type(told).__name__}: {first_line(told)}" if str(told).strip() else type(told).__name__
+    shown = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
+    return f"{type(shown).__name__}: {first_line(shown)}" if str(shown).strip() else type(shown).__name__
 
 
 def causes_of(error: BaseException, *, contexts: bool = False) -> Iterator[BaseException]:

@@ -145,7 +145,7 @@ def is_oom(error: BaseException, *, smaller_ran: bool = True) -> bool:
             memory or that the model can't run there at all. If a smaller step ran (the default), they mean too little
             memory.
     """
-    return any(_says_oom(link, smaller_ran=smaller_ran) for link in causes_of(error))
+    return any(_is_oom_link(link, smaller_ran=smaller_ran) for link in causes_of(error))
 
 
 def is_kernel_limit(error: BaseException) -> bool:
@@ -183,14 +183,14 @@ def scarcity() -> str:
     return ""
 
 
-def _says_oom(error: BaseException, *, smaller_ran: bool) -> bool:
+def _is_oom_link(error: BaseException, *, smaller_ran: bool) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
-    said = _OOM.search(text) or (smaller_ran and _PERHAPS_OOM.search(text))
-    return bool(said) and not _is_broken(accelerator_in_use())
+    found = _OOM.search(text) or (smaller_ran and _PERHAPS_OOM.search(text))
+    return bool(found) and not _is_broken(accelerator_in_use())
 
 
 def _is_broken(accelerator: Any) -> bool:

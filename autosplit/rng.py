@@ -112,7 +112,7 @@ class RngState:
 
 
 @contextmanager
-def kept_rng(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+def preserved_rng(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Restore every random number generator afterwards. See `RngState`.
 
     Args:

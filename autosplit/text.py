@@ -66,9 +66,9 @@ def shortened(text: str, longest: int) -> str:
     """Leave out the middle of a string of more than `longest` characters. The result has `longest` characters."""
     if len(text) <= longest:
         return text
-    kept = max(0, longest - len(_GAP))
-    tail = min(_TAIL, kept // 2)
-    return f"{text[: kept - tail]}{_GAP}{text[len(text) - tail :]}"[:longest]
+    room = max(0, longest - len(_GAP))
+    tail = min(_TAIL, room // 2)
+    return f"{text[: room - tail]}{_GAP}{text[len(text) - tail :]}"[:longest]
 
 
 def listed(texts: Sequence[str], most: int, *, separator: str = ", ", last: str = " ") -> str:
@@ -278,11 +278,11 @@ def table_html(
     # Set no colours, because the page may be light or dark.
     head = "".join(f'<th scope="col"{left}>{escaped(column)}</th>' for column in columns)
     body = "".join(f"<tr>{''.join(f'<td{left}>{escaped(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    told = "".join(
+    shown_text = "".join(
         f'<tr><th scope="row"{left}>{escaped(name)}</th><td{left}>{escaped(text)}</td></tr>' for name, text in facts
     )
     notes = "".join(f"<p>{escaped(remark)}</p>" for remark in remarks)
     return (
-        f"<div><strong>{escaped(title)}</strong><table><tbody>{told}</tbody></table>"
+        f"<div><strong>{escaped(title)}</strong><table><tbody>{shown_text}</tbody></table>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}</div>"
     )

@@ -44,7 +44,7 @@ from architectures import ARCHITECTURES, BUDGETS, OPTIMIZERS
 
 from autosplit import Workload, find_ceiling, parse_devices
 from autosplit.oom import OutOfMemoryError, is_oom
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.runtime.accelerator import AcceleratorWorker
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.runtime.model_copy import training_copy
@@ -191,7 +191,7 @@ def step_of(case: Case, closing: ExitStack) -> Step:
 
     def step(n: int, capacity_bytes: int | None = case.budget_bytes) -> None:
         gc.collect(1)
-        with kept_rng():
+        with preserved_rng():
             run_placed(trainee, shape_of(n), Tracker(["cpu:0"], [capacity_bytes]), void)
 
     step(2, None)  # creates optimizer state

@@ -115,7 +115,7 @@ def constants(plan: Plan, lengths: list[int]) -> dict[str, list[dict[str, float]
 
     def row(effective: int | None, **changed: float) -> dict[str, float]:
         with mock.patch.multiple(padded_length, **changed):
-            found = padded_length.foretold(points, many, plan.split, effective)
+            found = padded_length.predicted_lengths(points, many, plan.split, effective)
         return {
             **changed,
             "steps_of_batches": (effective or 0) // plan.batch_size,

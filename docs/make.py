@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from autosplit.addons import found_at
-from autosplit.cli.output import Answer
+from autosplit.cli.output import CommandResult
 from autosplit.cli.parser import commands
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import SCHEMA_VERSION
@@ -33,7 +33,7 @@ from autosplit.tools.examination import SharedResult
 def type_of_answer(place: str) -> type:
     """Return the type of a command's answer, from the annotation of its function."""
     hint = typing.get_type_hints(found_at(place))["return"]
-    answer = next(one for one in (hint, *typing.get_args(hint)) if typing.get_origin(one) is Answer)
+    answer = next(one for one in (hint, *typing.get_args(hint)) if typing.get_origin(one) is CommandResult)
     found: type = typing.get_args(answer)[0]
     return found
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.errors import WorkloadError
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracked_step import run_placed
@@ -206,7 +206,7 @@ class CopyTests:
     def test_two_models_and_two_optimizers(self, split):
         given = gan()
         before = snapshot(given.model)
-        with kept_rng():
+        with preserved_rng():
             trainee = self.copied(given)
             peaks = [self.run(trainee, split) for _ in range(3)]
         assert peaks[1] == peaks[2]

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from autosplit.cli.terminal import DUMB, console_for, progress_bar, sent_nowhere, stdout_kept_clean, width_of
+from autosplit.cli.terminal import DUMB, clean_stdout, console_for, progress_bar, sent_nowhere, width_of
 from autosplit.errors import AutosplitError, InputError
 from autosplit.text import ascii_json, printable, printable_json, without_passwords
 
@@ -58,7 +58,7 @@ class Problem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer(Generic[T]):
+class CommandResult(Generic[T]):
     """A command's answer.
 
     Attributes:
@@ -137,7 +137,7 @@ def _fitted(line: str) -> list[str]:
 def progress(manner: Manner) -> Iterator[Callable[[Progress], None]]:
     """Draw a progress bar, write one line per stage, or write nothing. Redirect stdout to stderr meanwhile."""
     drawn = progress_bar() if speaks() and not manner.quiet else nullcontext(lambda _progress: None)
-    with stdout_kept_clean(), drawn as report:
+    with clean_stdout(), drawn as report:
         yield report
 
 
@@ -181,7 +181,7 @@ def logged(manner: Manner) -> Iterator[None]:
 # ----------------------------------------------------------------------------------------------------------- stdout
 
 
-def finish(answer: Answer[Any] | int, manner: Manner) -> int:
+def finish(answer: CommandResult[Any] | int, manner: Manner) -> int:
     """Print a command's answer and its problems, and return the exit code.
 
     A command that has printed everything itself returns its exit code as the answer.

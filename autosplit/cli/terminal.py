@@ -103,15 +103,15 @@ def sent_nowhere(stream: TextIO) -> None:
 
 
 @contextlib.contextmanager
-def stdout_kept_clean() -> Iterator[None]:
+def clean_stdout() -> Iterator[None]:
     """Redirect stdout of user code, C libraries and child processes to stderr, because stdout is for the answer."""
     with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as undoing:
         # A closed stdout needs no redirection.
         with contextlib.suppress(OSError):
-            kept = os.dup(1)
-            undoing.callback(os.close, kept)
+            saved = os.dup(1)
+            undoing.callback(os.close, saved)
             os.dup2(2, 1)
-            undoing.callback(os.dup2, kept, 1)
+            undoing.callback(os.dup2, saved, 1)
             if sys.__stdout__ is not None:
                 undoing.callback(sys.__stdout__.flush)
         yield
@@ -192,6 +192,6 @@ def restored_terminal() -> None:
         return
     with contextlib.suppress(OSError):
         if os.isatty(2):
-            kept = os.dup(2)
+            saved = os.dup(2)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # otherwise the bar would be drawn again
-            os.write(kept, b"\r\x1b[2K\x1b[?25h")  # clear the line, show the cursor
+            os.write(saved, b"\r\x1b[2K\x1b[?25h")  # clear the line, show the cursor

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import SubsetRandomSampler
 
-from autosplit.ddp.device import told_by_all
+from autosplit.ddp.device import gathered_objects
 from autosplit.errors import InputError, shown
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 
@@ -51,7 +51,7 @@ def _chosen_samples(loader: Any) -> str | None:
 
 def require_equal_settings(settings: Settings) -> None:
     """Raise InputError on all ranks if the common settings differ, or if two ranks chose the same samples."""
-    found = told_by_all(tuple(settings))
+    found = gathered_objects(tuple(settings))
     everyones, choices = [common for common, _ in found], [chosen for _, chosen in found if chosen is not None]
     if len(set(choices)) < len(choices):
         raise InputError(

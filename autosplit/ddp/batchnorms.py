@@ -38,20 +38,20 @@ def doubt_batchnorms(
         InputError: Rank 0 has no samples, and a BatchNorm is in training mode.
     """
     norms = ((name, part) for name, part in model.named_modules() if isinstance(part, BATCH_NORMS))
-    kept = [norm for norm in norms if norm[1].track_running_stats and not isinstance(norm[1], nn.SyncBatchNorm)]
-    if not kept:
+    tracked = [norm for norm in norms if norm[1].track_running_stats and not isinstance(norm[1], nn.SyncBatchNorm)]
+    if not tracked:
         return
-    said = (
-        f"The running statistics of {len(kept)} BatchNorms ({kept[0][0] or 'the model'} is the first) {are} from rank "
-        "0 alone. Rank 0 has"
+    text = (
+        f"The running statistics of {len(tracked)} BatchNorms ({tracked[0][0] or 'the model'} is the first) {are} from "
+        "rank 0 alone. Rank 0 has"
     )
-    if not batch_sizes[0] and any(part.training for _, part in kept):
+    if not batch_sizes[0] and any(part.training for _, part in tracked):
         raise InputError(
-            f"{said} no samples of {tuple(batch_sizes)}. Expected at least one. {remedy}, or give rank 0 samples.",
+            f"{text} no samples of {tuple(batch_sizes)}. Expected at least one. {remedy}, or give rank 0 samples.",
         )
     if rank == 0 and batch_sizes[0] < max(batch_sizes):
-        said = f"{said} {batch_sizes[0]} samples of {sum(batch_sizes)}. {remedy}, or tune with the device that takes "
-        warn_user(f"{said}the most samples listed first.", BatchNormWarning)
+        text = f"{text} {batch_sizes[0]} samples of {sum(batch_sizes)}. {remedy}, or tune with the device that takes "
+        warn_user(f"{text}the most samples listed first.", BatchNormWarning)
 
 
 @contextmanager

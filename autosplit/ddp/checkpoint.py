@@ -32,8 +32,8 @@ from autosplit.ddp.checkpoint_state import (
     tensors_in,
     with_tensors,
 )
-from autosplit.ddp.device import told_by_all
-from autosplit.ddp.failure import TOLD_AFTER_S, told_if_long
+from autosplit.ddp.device import gathered_objects
+from autosplit.ddp.failure import PRINTED_AFTER_S, printed_if_long
 from autosplit.ddp.sharded_tensors import is_shard, part_of, room_for, whole
 from autosplit.errors import CheckpointError
 
@@ -103,7 +103,7 @@ class CheckpointMethods:
         found = together(lambda: read_file(Path(path), only_model=set(parts) == {MODEL}))
         fits = together(lambda: _fitting(parts, found))
         if self.world_size > 1:
-            digests = told_by_all(together(lambda: {name: digest_of(state) for name, state in fits.items()}))
+            digests = gathered_objects(together(lambda: {name: digest_of(state) for name, state in fits.items()}))
             together(lambda: _require_equal(digests))
         states = together(lambda: {name: placed(parts[name], fits[name], _own_part) for name in fits})
         _load_together(together, parts, states)
@@ -128,19 +128,19 @@ class CheckpointMethods:
         from autosplit.ddp import checkpoint_folder as folders
 
         folder = Path(path).resolve()
-        beside = folder.with_name(f".{folder.name}.part")
+        partial_folder = folder.with_name(f".{folder.name}.part")
         _meet(self.rank, "save_sharded")
         together = partial(_together, path, self.rank, _WRITTEN)
         state = together(lambda: _taken_apart(parts))
         if self.rank == 0:
-            shutil.rmtree(beside, ignore_errors=True)  # a killed process may have left it
+            shutil.rmtree(partial_folder, ignore_errors=True)  # a killed process may have left it
         together(lambda: None if self.rank else folders.refuse_other_files(folder))
         try:
-            together(lambda: folders.write_into(beside, state))
-            together(lambda: None if self.rank else folders.put_in_place(beside, folder))
+            together(lambda: folders.write_into(partial_folder, state))
+            together(lambda: None if self.rank else folders.put_in_place(partial_folder, folder))
         finally:
             if self.rank == 0:
-                shutil.rmtree(beside, ignore_errors=True)
+                shutil.rmtree(partial_folder, ignore_errors=True)
 
     def load_sharded(self, path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
         """Load a checkpoint of `save_sharded` on every rank, or on none. Call it on every rank.
@@ -164,7 +164,7 @@ class CheckpointMethods:
         folder = Path(path).resolve()
         _meet(self.rank, "load_sharded")
         together = partial(_together, path, self.rank, _LOADED)
-        digests = told_by_all(together(lambda: {".metadata": folders.checked(folder, self.rank)}))
+        digests = gathered_objects(together(lambda: {".metadata": folders.checked(folder, self.rank)}))
         together(lambda: _require_equal(digests))
         values: dict[str, Any] = {_VALUES: None}
         together(lambda: folders.read_into(values, folder))
@@ -186,12 +186,12 @@ class CheckpointMethods:
 
 
 def _meet(rank: int, what: str) -> None:
-    """Wait for all ranks. If this takes `TOLD_AFTER_S`, print which method every rank must call."""
-    with told_if_long(
-        f"Rank {rank} has waited {TOLD_AFTER_S:.0f} s for the other ranks in {what}. Expected every rank to call "
+    """Wait for all ranks. If this takes `PRINTED_AFTER_S`, print which method every rank must call."""
+    with printed_if_long(
+        f"Rank {rank} has waited {PRINTED_AFTER_S:.0f} s for the other ranks in {what}. Expected every rank to call "
         "it. Call it outside of `if ctx.rank == 0`."
     ):
-        told_by_all(None)
+        gathered_objects(None)
 
 
 def _together(
@@ -209,7 +209,7 @@ def _together(
     except Exception as error:  # noqa: BLE001  # the other ranks wait for it
         failure = error
     reason = None if failure is None else reason_of(failure)
-    reasons = told_by_all(reason) if exchange else [reason]
+    reasons = gathered_objects(reason) if exchange else [reason]
     failed = {other: text for other, text in enumerate(reasons) if text is not None}
     if not failed:
         return found
@@ -278,7 +278,7 @@ def _gathered(states: dict[str, Any], *, keep: bool) -> dict[str, Any]:
     """Gather sharded tensors one by one. Return the whole states if `keep` is true, otherwise {}."""
     # Check that all ranks have the same shards in the same order. Otherwise the collectives would wait forever.
     shards = [(place, tuple(tensor.shape)) for place, tensor in tensors_in(states) if is_shard(tensor)]
-    for rank, theirs in enumerate(everyones := told_by_all(shards)):
+    for rank, theirs in enumerate(everyones := gathered_objects(shards)):
         if theirs != everyones[0]:
             why = f"The sharded tensors of rank {rank} differ from those of rank 0"
             raise CheckpointError(why)

@@ -31,22 +31,22 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
     If the path is a symbolic link, its target is replaced.
     """
     target = Path(os.path.realpath(path))
-    beside = target.with_name(f".{target.name}.part")
-    beside.unlink(missing_ok=True)  # a killed process may have left it
+    partial = target.with_name(f".{target.name}.part")
+    partial.unlink(missing_ok=True)  # a killed process may have left it
     try:
-        with beside.open("xb") as file:
+        with partial.open("xb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        read_file(beside)
-        beside.replace(target)
+        read_file(partial)
+        partial.replace(target)
     except Exception as error:
         failure = disk_failure(error)
         why = _unsaved(state, error) if failure is None else failure_text(failure, target.parent, state)
         raise CheckpointError(why) from error
     finally:
         with suppress(OSError):  # the disk may be gone
-            beside.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
 
 
 def disk_failure(error: BaseException) -> OSError | None:

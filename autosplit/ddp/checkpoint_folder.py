@@ -127,7 +127,7 @@ def _failure_text(
     if isinstance(first, KeyboardInterrupt):
         raise first from None
     if isinstance(first, OSError):
-        says = failure_text(first, folder.parent, tensors)
+        text = failure_text(first, folder.parent, tensors)
     else:  # leave out torch's advice to load pickles without restrictions
-        says = type(first).__name__ if isinstance(first, pickle.UnpicklingError) else one_line(first)
-    return f"Rank {rank} can't {what} its part: {says}"
+        text = type(first).__name__ if isinstance(first, pickle.UnpicklingError) else one_line(first)
+    return f"Rank {rank} can't {what} its part: {text}"

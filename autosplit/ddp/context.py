@@ -21,13 +21,13 @@ from autosplit.ddp.checkpoint import CheckpointMethods
 from autosplit.ddp.equal_gradients import EqualGradients
 from autosplit.ddp.find_plan import check_model
 from autosplit.ddp.gradient_average import refuse_meeting
-from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
+from autosplit.ddp.group_end import part_from_group, release_group_last
 from autosplit.ddp.loader_steps import foreign_steps, refuse_hook, refuse_unplanned, sums_over_ranks, totals_over_ranks
 from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.progress import Progress
 from autosplit.ddp.rank_gather import Gathered, gather_rows
 from autosplit.ddp.rank_model import RankModel, refuse_options
-from autosplit.ddp.rank_models import Models, Ranks
+from autosplit.ddp.rank_models import RankModels, Ranks
 from autosplit.ddp.sharded_tensors import begin_step
 from autosplit.errors import InputError
 from autosplit.parallel.batch_counts import Count, warn_of_missing_count
@@ -86,7 +86,7 @@ class Context(CheckpointMethods):
         self.effective_batch_size = layout.effective_batch_size
         slow_ranks = None if self.world_size == 1 else found_addon("slow_ranks")
         self._slow_ranks = None if slow_ranks is None else slow_ranks(rank, self.world_size, device)
-        self._models = Models()
+        self._models = RankModels()
         self._loop: object = None
         self._equal_gradients = EqualGradients(self._models, device)
         self._step: weakref.ref[OptimizerStep] | None = None
@@ -136,7 +136,7 @@ class Context(CheckpointMethods):
             kwargs.setdefault("device_ids", [self.device.index])
         kwargs = {**self.layout.options.keywords(), **kwargs}
         wrapped = RankModel(moved(model, self.device), **kwargs)
-        let_go_of_group_last(wrapped)
+        release_group_last(wrapped)
         self._models.wrapped.add(wrapped)
         self._models.meet_always |= has_synchronised(model)
         return wrapped

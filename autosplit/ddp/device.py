@@ -92,14 +92,14 @@ def agreed_backend(store: Any, place: Place, device: torch.device, plan: Plan) -
         planned = [device.uuid for device in required_ranks(plan).devices]
         twice = _first_twice(cards) if None not in planned and _first_twice(planned) is None else None
         store.set("backend", backend_for(device.type, cards) if twice is None else f"twice {twice[0]} {twice[1]}")
-    told = str(store.get("backend").decode())
-    if told.startswith("twice "):
-        _, one, other = told.split()
+    chosen = str(store.get("backend").decode())
+    if chosen.startswith("twice "):
+        _, one, other = chosen.split()
         raise DeviceError(
             f"Ranks {one} and {other} both see only one GPU, the same one. The plan expects a separate GPU for each "
             "rank. Give each process its own GPU (srun --gpus-per-task=1), or let all processes see all GPUs.",
         )
-    return told
+    return chosen
 
 
 def _first_twice(values: Sequence[object]) -> tuple[int, int] | None:
@@ -131,7 +131,7 @@ def gathered(own: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def told_by_all(value: Any) -> list[Any]:
+def gathered_objects(value: Any) -> list[Any]:
     """Send a value to all ranks as a pickle, and return every rank's value."""
     values = [value] * dist.get_world_size()
     if len(values) == 1:

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.autograd_graph import graph_leaves
-from autosplit.ddp.device import exchange_device, gathered, told_by_all
-from autosplit.ddp.rank_models import Models
+from autosplit.ddp.device import exchange_device, gathered, gathered_objects
+from autosplit.ddp.rank_models import RankModels
 from autosplit.errors import InputError
 from autosplit.parallel.awaited_update import optimizers_since, updates_so_far
 from autosplit.parallel.step_listener import StepListener
@@ -87,7 +87,7 @@ class GradientComparison:
         digest = int.from_bytes(hashlib.sha256(repr(rows).encode()).digest()[:8], "big", signed=True)
         digests = gathered(torch.tensor([digest], device=exchange_device(device)))
         if any(int(other) != digest for other in digests):
-            self._refuse(told_by_all(rows), step)
+            self._refuse(gathered_objects(rows), step)
 
     def forget(self) -> None:
         """Compare each set of parameters once more."""
@@ -108,7 +108,7 @@ class GradientComparison:
 class EqualGradients(StepListener):
     """Compare the ranks' gradients in `Context.steps`."""
 
-    def __init__(self, models: Models, device: torch.device) -> None:
+    def __init__(self, models: RankModels, device: torch.device) -> None:
         self._models, self._device = models, device
         self._comparison = GradientComparison(_ADVICE)
         self._optimizers: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()

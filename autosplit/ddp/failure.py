@@ -27,7 +27,7 @@ from autosplit.text import printable
 HEAD_START_S = 2.0
 """Time in seconds until a rank raises an error for a broken collective. torchrun blames the rank that ends first."""
 
-TOLD_AFTER_S = 15.0
+PRINTED_AFTER_S = 15.0
 """Waiting time in seconds after which a rank prints which method the other ranks must call."""
 
 
@@ -57,9 +57,9 @@ def abort_group(group: Any) -> None:
 
 
 @contextmanager
-def told_if_long(message: str) -> Iterator[None]:
-    """Print the message on stderr if the block takes longer than `TOLD_AFTER_S`."""
-    timer = threading.Timer(TOLD_AFTER_S, print_line, (f"autosplit: {message}",))
+def printed_if_long(message: str) -> Iterator[None]:
+    """Print the message on stderr if the block takes longer than `PRINTED_AFTER_S`."""
+    timer = threading.Timer(PRINTED_AFTER_S, print_line, (f"autosplit: {message}",))
     timer.daemon = True
     timer.start()
     try:

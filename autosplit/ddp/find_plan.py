@@ -55,7 +55,7 @@ def _newest_plan(world_size: int | None) -> tuple[Plan, Path]:
     plan, path = found
     other = next(usable, None)
     if os.environ.get("RANK", "0") == "0" and other is not None and _job_of(other[0]) != _job_of(plan):
-        tell_of_newest(described(plan), path)
+        print_newest(described(plan), path)
     return plan, path
 
 
@@ -65,7 +65,7 @@ def _job_of(plan: Plan) -> tuple[object, ...]:
     return plan.machine, workload, plan.request
 
 
-def tell_of_newest(text: str, path: Path) -> None:
+def print_newest(text: str, path: Path) -> None:
     """Print on stderr which of several saved plans is used, because the user named none."""
     key = path.stem[:KEY_DIGITS]
     with suppress(OSError, ValueError):  # stderr may be closed

@@ -19,7 +19,7 @@ _outliving: WeakSet[DistributedDataParallel] = WeakSet()
 """Models whose group may outlive them, or exist until the interpreter exits."""
 
 
-def let_go_of_group_last(wrapped: nn.Module) -> None:
+def release_group_last(wrapped: nn.Module) -> None:
     """Make a DDP model drop its Python reference to the process group after its reducer. Ignore other models.
 
     Dropping the last reference to a group ends the group and waits for gloo's threads. The reducer's reference is
@@ -45,7 +45,7 @@ def part_from_group(wrapped: Any) -> None:
     tensor, the process aborts (torch 2.13: "terminate called without an active exception", rarely, on a busy machine).
     """
     wrapped.reducer = wrapped.logger = None
-    wrapped.process_group = None  # last, see `let_go_of_group_last`
+    wrapped.process_group = None  # last, see `release_group_last`
     use_module_alone(wrapped)
     wrapped.register_forward_pre_hook(_forward_alone, with_kwargs=True, prepend=True)
 

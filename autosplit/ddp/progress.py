@@ -104,8 +104,8 @@ class Progress(StepListener):
             if store is not None and _is_explained(error):
                 self._publish("end", f"waits {self.place}")
                 raise self._explanation(where) from error
-            said = one_line(error) if is_failure(error) else f"{type(error).__name__}, exit code 0"
-            self._publish("end", f"failed {said}{where}" if is_failure(error) else f"left {said}")
+            ending = one_line(error) if is_failure(error) else f"{type(error).__name__}, exit code 0"
+            self._publish("end", f"failed {ending}{where}" if is_failure(error) else f"left {ending}")
             raise
         else:
             self._publish("end", "left the block ended")

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-from autosplit.ddp.device import exchange_device, gathered, told_by_all
-from autosplit.ddp.failure import TOLD_AFTER_S, told_if_long
+from autosplit.ddp.device import exchange_device, gathered, gathered_objects
+from autosplit.ddp.failure import PRINTED_AFTER_S, printed_if_long
 from autosplit.errors import InputError
 
 
@@ -74,10 +74,10 @@ def _sizes_of_all(rows: Tensor) -> tuple[int, ...]:
     needs_gradient = rows.requires_grad and torch.is_grad_enabled()
     facts = f"{tuple(rows.shape[1:])} of {rows.dtype}{' with gradients' if needs_gradient else ''}"
     own = torch.tensor([len(rows), zlib.crc32(facts.encode())], device=exchange_device(rows.device))
-    with _told("all_gather"):
+    with _printed("all_gather"):
         numbers = torch.stack(gathered(own)).tolist()
     if len({code for _, code in numbers}) > 1:
-        held = ", ".join(f"{theirs} on rank {rank}" for rank, theirs in enumerate(told_by_all(facts)))
+        held = ", ".join(f"{theirs} on rank {rank}" for rank, theirs in enumerate(gathered_objects(facts)))
         raise InputError(
             f"all_gather received different rows on the ranks: {held}. Expected the same shape, dtype and gradients "
             "on all ranks.",
@@ -107,14 +107,14 @@ class _AllGatherRows(torch.autograd.Function):
         total = gradient.to(exchange_device(gradient.device), wide, memory_format=torch.contiguous_format, copy=True)
         if not ctx.sizes[ctx.rank]:
             total.zero_()  # the loss of samples with weight 0 may be NaN
-        with _told("the backward of all_gather (its result must be in the loss of every rank)"):
+        with _printed("the backward of all_gather (its result must be in the loss of every rank)"):
             dist.all_reduce(total)
         begin = sum(ctx.sizes[: ctx.rank])
         return total[begin : begin + ctx.sizes[ctx.rank]].to(gradient.device, gradient.dtype), None, None
 
 
-def _told(what: str) -> Any:
-    return told_if_long(
-        f"Rank {dist.get_rank()} has waited {TOLD_AFTER_S:.0f} s for the other ranks in {what}. Expected every rank "
+def _printed(what: str) -> Any:
+    return printed_if_long(
+        f"Rank {dist.get_rank()} has waited {PRINTED_AFTER_S:.0f} s for the other ranks in {what}. Expected every rank "
         "to call it in the same order."
     )

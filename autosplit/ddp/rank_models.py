@@ -38,7 +38,7 @@ class WeakModels:
 
 
 @dataclass(eq=False)
-class Models:
+class RankModels:
     """The models of a context, in the order of their creation.
 
     Attributes:
@@ -71,7 +71,7 @@ class Ranks(StepListener):
             different numbers of backwards.
     """
 
-    models: Models
+    models: RankModels
     apart: bool
 
     def draw(self, is_last: bool) -> bool:

@@ -15,8 +15,8 @@ from torch import distributed as dist
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.addons import addon
 from autosplit.ddp.context import Context
-from autosplit.ddp.device import agreed_backend, device_for, told_by_all
-from autosplit.ddp.failure import TOLD_AFTER_S, abort_group, is_failure, recorded, told_if_long
+from autosplit.ddp.device import agreed_backend, device_for, gathered_objects
+from autosplit.ddp.failure import PRINTED_AFTER_S, abort_group, is_failure, printed_if_long, recorded
 from autosplit.ddp.find_plan import names_plan, plan_for_job
 from autosplit.ddp.progress import Progress
 from autosplit.ddp.rendezvous import (
@@ -152,8 +152,8 @@ def _published_in(store: Any, place: Place) -> Any:
 @contextmanager
 def _joining(place: Place) -> Iterator[None]:
     try:
-        with told_if_long(
-            f"Rank {place.rank} of {place.world_size} has waited {TOLD_AFTER_S:.0f} s in autosplit.ddp.setup, but "
+        with printed_if_long(
+            f"Rank {place.rank} of {place.world_size} has waited {PRINTED_AFTER_S:.0f} s in autosplit.ddp.setup, but "
             "some ranks are missing. A missing rank may have ended before setup. Look for its error."
         ):
             yield
@@ -171,7 +171,7 @@ def _joined_store(place: Place) -> Any:
 def agree_on(plan: Plan, rank: int) -> None:
     """Raise PlanError on all ranks if their plans differ. Ignore notes, which only one rank keeps."""
     digest = hashlib.sha256(without_notes(plan).to_json().encode()).hexdigest()
-    digests = told_by_all(digest)
+    digests = gathered_objects(digest)
     others = [str(other) for other, found in enumerate(digests) if found != digests[0]]
     if others:
         raise PlanError(

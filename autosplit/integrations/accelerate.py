@@ -37,7 +37,7 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from torch import nn
 from torch.utils.data import DataLoader
 
-from autosplit.ddp.group_end import let_go_of_group_last
+from autosplit.ddp.group_end import release_group_last
 from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError, warn_user
@@ -45,7 +45,7 @@ from autosplit.integrations.gradient_norms import RunNorms
 from autosplit.integrations.loop_position import LoopPosition
 from autosplit.integrations.oom_halves import CutBatches, refuse_gathering
 from autosplit.integrations.own_loss import OwnLoss, warn_of_router_loss
-from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
+from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, warn_of_no_plan
 from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.trained_gradients import TrainedGradients
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
@@ -221,7 +221,7 @@ class Accelerator(accelerate.Accelerator):
         self._cut = None if self.share is None else CutBatches.of_share(self.share, on_oom, self, count)
         divides = False
         if self.share is None:
-            tell_of_no_plan()
+            warn_of_no_plan()
         else:
             divides = set_arguments(self.share, kwargs)
         self._position = LoopPosition(divides=divides, drop_gradients=self._drop_gradients)
@@ -230,20 +230,20 @@ class Accelerator(accelerate.Accelerator):
             self.share.refuse_other_job(self.num_processes, self.device, "accelerate")
             wanted = "no" if self.share.plan.precision == "none" else self.share.plan.precision
             trained = "none" if self.mixed_precision == "no" else self.mixed_precision
-            self.share.tell_of_other_precision(trained, f"mixed_precision={wanted!r}")
+            self.share.warn_of_other_precision(trained, f"mixed_precision={wanted!r}")
             if self.share.num_processes > 1:
                 agree_on(self.share.plan, self.share.place.rank)
 
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a model. Wrap it in `BalancedDataParallel` if one process has several devices."""
         if self.share is not None and not self._models and not kwargs.get("evaluation_mode"):
-            self.share.tell_of_other_model(model)
+            self.share.check_model(model)
             self.share.checkpoint(model)
         if self.share is not None and self.share.wraps and not kwargs.get("evaluation_mode"):
             # accelerate prepares the wrapper instead of the model, for example with autocast.
             return super().prepare_model(self.share.plan.wrap(model), device_placement=False, evaluation_mode=True)
         prepared = super().prepare_model(model, *args, **kwargs)
-        let_go_of_group_last(prepared)
+        release_group_last(prepared)
         if self.share is not None and self.num_processes > 1:
             again = "Unfreeze and add layers before accelerator.prepare(model)."
             self._gradients = TrainedGradients(self._models, again)
@@ -291,7 +291,7 @@ class Accelerator(accelerate.Accelerator):
                 "There is no plan, so there is no split of the batch. Pass plan= to the Accelerator.",
             )
         if self._weighs_samples:
-            _tell_of_check(self.share.plan)
+            _warn_of_check(self.share.plan)
         options = loader_options(loader, self.share, shuffle=shuffle, seed=seed, drop_last=drop_last)
         made = SharesLoader(self, self.share, **options)
         self._dataloaders.append(made)
@@ -463,7 +463,7 @@ def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
     return max(steps or 1 for steps in given) > 1
 
 
-def _tell_of_check(plan: Plan) -> None:
+def _warn_of_check(plan: Plan) -> None:
     found = next((check for check in plan.checks if check.subject == "loss" and check.depends), None)
     if found is not None:
         advice = printable(found.advice, longest=300).rstrip(".")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from autosplit.cli.named_plan import named_or_newest
-from autosplit.cli.output import Answer, Manner, json_text, note
+from autosplit.cli.output import CommandResult, Manner, json_text, note
 from autosplit.errors import InputError
 from autosplit.files import what_stands_at
 
@@ -39,17 +39,17 @@ class Exported:
 
 def export(
     manner: Manner, *, which: str | None = None, to: str | None = None, output: str | None = None, force: bool = False
-) -> Answer[Exported] | int:
+) -> CommandResult[Exported] | int:
     """Convert a plan to another tool's settings, and save them if an output was given."""
     to = _checked(to, output, force=force)
     path, plan = named_or_newest(which, manner)
     found = plan.export(to, path=path)
     value = msgspec.convert(found, Exported, from_attributes=True)
-    if not manner.json and (output is not None or not found.tells_notes):
+    if not manner.json and (output is not None or not found.text_has_notes):
         for one in found.notes:
             note(f"note: {one}", manner)
     if output is None:
-        return Answer(value, found.text + "\n")
+        return CommandResult(value, found.text + "\n")
     replace(found, text=json_text(value) if manner.json else found.text).save(output)
     return 0
 

@@ -43,7 +43,7 @@ class Export:
         return self.text
 
     @property
-    def tells_notes(self) -> bool:
+    def text_has_notes(self) -> bool:
         """Whether the text contains the notes as comments. A command line and JSON can't contain comments."""
         return self.to not in ("torchrun", "json")
 

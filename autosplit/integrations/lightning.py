@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from autosplit.accelerators import accelerator_kind
 from autosplit.ddp.batchnorms import silenced
-from autosplit.ddp.group_end import let_go_of_group_last
+from autosplit.ddp.group_end import release_group_last
 from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError, PlanError
@@ -34,7 +34,7 @@ from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
 from autosplit.integrations.lightning_oom_cuts import CutMixin, CutSteps, refuse_no_mixin
 from autosplit.integrations.lightning_workload import PRECISIONS, asked_loss, workload
 from autosplit.integrations.loss_mean import SUM, Finding, Samples, examine_others, warn_of_finding
-from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
+from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, warn_of_no_plan
 from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.trained_gradients import TrainedGradients
 from autosplit.integrations.weighted_backward import Weighed, batches_of, weighed
@@ -97,7 +97,7 @@ class SharesLoader:
         """Return a few samples of the data set."""
         return Samples.in_data_set(self.dataset, self._loader.collate_fn)
 
-    def follow(self, trainer: lightning.pytorch.Trainer) -> None:
+    def watch(self, trainer: lightning.pytorch.Trainer) -> None:
         """Read the Trainer's limits on micro-batches, and its position in the epoch."""
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
         self._end = int(trainer.num_training_batches)
@@ -209,7 +209,7 @@ class Shares(lightning.pytorch.Callback):
         cuts = None if self.share is None else cuts_for(self, on_oom, **self.share.cut_options)
         self._cut = None if cuts is None else CutSteps(cuts)
         if self.share is None:
-            tell_of_no_plan()
+            warn_of_no_plan()
         elif self.share.wraps:
             raise PlanError(
                 f"The plan splits a batch over {len(self.share.plan.devices)} devices of one process, and Lightning "
@@ -251,10 +251,10 @@ class Shares(lightning.pytorch.Callback):
             return
         if self._cut is not None:
             refuse_no_mixin(pl_module)
-        self.share.tell_of_other_model(pl_module)
+        self.share.check_model(pl_module)
         wanted = next(named for named, ours in PRECISIONS.items() if ours == self.share.plan.precision)
         if trainer.precision in PRECISIONS:  # with other precisions, Lightning converts the module
-            self.share.tell_of_other_precision(PRECISIONS[str(trainer.precision)], f"precision={wanted!r}")
+            self.share.warn_of_other_precision(PRECISIONS[str(trainer.precision)], f"precision={wanted!r}")
         self.share.checkpoint(pl_module)
         self.share.refuse_other_job(trainer.world_size, trainer.strategy.root_device, "Lightning")
         if self.share.num_processes > 1:
@@ -270,7 +270,7 @@ class Shares(lightning.pytorch.Callback):
                 "automatic_optimization is False. Expected True, because Lightning does not report the end of an "
                 "optimizer step otherwise. Set it to True, or write the training loop with autosplit.ddp.",
             )
-        let_go_of_group_last(trainer.strategy.model)
+        release_group_last(trainer.strategy.model)
         self._find_loader(trainer)
         assert self._loader is not None, "`setup` sets it"
         self.share.refuse_uncounted_batchnorms(pl_module, self._loader.batch_sampler)
@@ -343,7 +343,7 @@ class Shares(lightning.pytorch.Callback):
                 f"The training loader is a {type(loader).__name__}. Expected a loader that splits batches by the "
                 "plan. Pass shares.loader(loader), or shares.data(datamodule).",
             )
-        loader.follow(trainer)
+        loader.watch(trainer)
         if self._finding is not None:
             loader.weigh_by(self._finding)
         self._loader = loader

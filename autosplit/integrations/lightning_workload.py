@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autosplit.errors import InputError
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.workload.compiled import eager_of
 from autosplit.workload.sample_batch import largest_batch
 from autosplit.workload.workload import Workload
@@ -64,7 +64,7 @@ class TrainingStep(nn.Module):
 def asked_loss(module: lightning.pytorch.LightningModule, batch: Any) -> Tensor:
     """Return the loss of a training step on a copy of the module in evaluation mode."""
     asked = copy.deepcopy(module).eval()
-    with kept_rng(), _attached(asked, module.trainer), redirect_stdout(StringIO()):
+    with preserved_rng(), _attached(asked, module.trainer), redirect_stdout(StringIO()):
         return _loss_of_step(asked, batch)
 
 
@@ -116,7 +116,7 @@ def workload(
     _refuse_unlike(module, trainer)
     if "precision" not in options:
         options["precision"] = "none" if trainer is None else _precision_of(trainer)
-    with kept_rng():
+    with preserved_rng():
         if is_overridden("configure_model", module):
             module = copy.deepcopy(module)
             with _attached(module, trainer):

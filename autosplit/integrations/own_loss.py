@@ -17,7 +17,7 @@ from autosplit.errors import InputError, WorkloadError, warn_user
 from autosplit.integrations.loss_mean import SUM, TOLERANCE, Finding, Samples, examine_others, warn_of_finding
 from autosplit.integrations.process_share import Share
 from autosplit.parallel.loss_weights import IGNORED_LABEL, UnevenLossWarning
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.workload.tree import map_tensors
 
 
@@ -25,19 +25,19 @@ class OwnLoss:
     """Record the arguments and the loss of a model's last forward, until the first backward."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._kept: tuple[dict[str, Any], weakref.ref[torch.Tensor]] | None = None
+        self._last_call: tuple[dict[str, Any], weakref.ref[torch.Tensor]] | None = None
         self._hook = model.register_forward_hook(self._keep, with_kwargs=True)
 
     def _keep(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if torch.is_grad_enabled():
             own = output.get("loss") if isinstance(output, Mapping) else None
             # Keep a weak reference, because a loss keeps its graph in memory.
-            self._kept = None if args or not isinstance(own, torch.Tensor) else (kwargs, weakref.ref(own))
+            self._last_call = None if args or not isinstance(own, torch.Tensor) else (kwargs, weakref.ref(own))
 
     def end(self) -> None:
         """Remove the hook. Raise InputError if the loop weights its losses."""
         self._hook.remove()
-        if self._kept is not None and "num_items_in_batch" in self._kept[0]:
+        if self._last_call is not None and "num_items_in_batch" in self._last_call[0]:
             raise InputError(
                 "The model gets num_items_in_batch, so the loop weights its losses itself, but "
                 "accelerator.backward weights them by the plan's split. Compute the loss without "
@@ -77,14 +77,14 @@ class OwnLoss:
         Returns:
             The finding, or None if the model did not compute the loss.
         """
-        kept = self._kept
-        if kept is None or kept[1]() is not loss:
+        last = self._last_call
+        if last is None or last[1]() is not loss:
             return None
         modes = [(part, part.training) for part in model.modules()]
         model.eval()
         try:
-            with torch.no_grad(), kept_rng():
-                samples = _samples(kept[0], loader)
+            with torch.no_grad(), preserved_rng():
+                samples = _samples(last[0], loader)
                 return examine_others(lambda rows: model(**_moved(rows, loss))["loss"], samples, otherwise="samples")
         finally:
             for part, mode in modes:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autosplit.ddp.device import device_for
-from autosplit.ddp.find_plan import check_model, described, is_newest, tell_of_newest
+from autosplit.ddp.find_plan import check_model, described, is_newest, print_newest
 from autosplit.ddp.loader_steps import totals_over_ranks
 from autosplit.ddp.rendezvous import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError, warn_user
@@ -130,13 +130,13 @@ class Share:
                     "effective batch size, or train with autosplit.ddp, where BatchNorms do not count such samples.",
                 )
 
-    def tell_of_other_model(self, model: Any) -> None:
+    def check_model(self, model: Any) -> None:
         """Warn if the plan is for another model. Raise InputError if the user did not name the plan."""
         if not self.wraps:  # otherwise `Plan.wrap` warns
             is_named = not is_newest(self.plan)
             check_model(self.plan, model, is_named=is_named, rank=self.place.rank)
 
-    def tell_of_other_precision(self, precision: str, setting: str) -> None:
+    def warn_of_other_precision(self, precision: str, setting: str) -> None:
         """Warn if the library's precision is not the plan's.
 
         Args:
@@ -239,11 +239,11 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
         return None
     path, newest = usable[0]
     if place.rank == 0 and len({without_notes(plan).to_json() for _, plan in usable}) > 1:
-        tell_of_newest(described(newest) if newest.ddp is not None else str(newest), path)
+        print_newest(described(newest) if newest.ddp is not None else str(newest), path)
     return share_of(newest, place)
 
 
-def tell_of_no_plan() -> None:
+def warn_of_no_plan() -> None:
     """Warn that there is no plan."""
     warn_user(
         "autosplit found no plan, so all devices get equal batches. Run autosplit tune FILE, or pass plan=. With "

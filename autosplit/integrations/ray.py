@@ -30,7 +30,7 @@ from ray.train import Checkpoint, ScalingConfig, TrainingFailedError
 from torch import distributed as dist
 
 from autosplit.ddp.context import Context
-from autosplit.ddp.device import told_by_all
+from autosplit.ddp.device import gathered_objects
 from autosplit.ddp.find_plan import plan_for_job
 from autosplit.ddp.setup import setup as join
 from autosplit.devices.accelerator import visible_devices
@@ -71,7 +71,7 @@ def setup(plan: Plan | str | os.PathLike[str]) -> Iterator[Context]:
         RankFailedError: Another worker failed.
     """
     _require_worker("setup")
-    found = plan_for_devices(plan_for_job(plan)[0], told_by_all(_device_here()))
+    found = plan_for_devices(plan_for_job(plan)[0], gathered_objects(_device_here()))
     with join(found) as ctx:
         yield ctx
 
@@ -205,7 +205,7 @@ def tune(
 def _tune_on_worker(config: dict[str, Any]) -> str:
     _require_worker("tune")
     device = _device_here()
-    workers = told_by_all(f"{device} on node {ray.util.get_node_ip_address()}")
+    workers = gathered_objects(f"{device} on node {ray.util.get_node_ip_address()}")
     spec = device.label if device.budget_bytes is None else f"{device.label}:{device.budget_bytes}B"
     # `autosplit.tune` expects a CPU for each rank of this machine, and takes the one at its local rank.
     count = int(os.environ["LOCAL_WORLD_SIZE"]) if device.budget_bytes is not None else 1

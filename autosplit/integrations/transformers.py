@@ -33,13 +33,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autosplit import ddp
 from autosplit.ddp.gradient_average import apart, average_gradients, refuse_meeting
-from autosplit.ddp.group_end import let_go_of_group_last
+from autosplit.ddp.group_end import release_group_last
 from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.errors import InputError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
 from autosplit.integrations.loss_mean import SUM, TOLERANCE, Finding, Samples, count_by, examine_others, warn_of_finding
 from autosplit.integrations.own_loss import warn_of_router_loss
-from autosplit.integrations.process_share import NoPlanWarning, Share, find_share, tell_of_no_plan
+from autosplit.integrations.process_share import NoPlanWarning, Share, find_share, warn_of_no_plan
 from autosplit.integrations.share_loader import loader_options, taken_mark
 from autosplit.integrations.trained_gradients import TrainedGradients
 from autosplit.integrations.transformers_workload import workload
@@ -58,7 +58,7 @@ from autosplit.parallel.rank_scope import (
 from autosplit.parallel.step_listener import NoiseEstimate
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.tools.oom_cuts import Attempt, CutWarning, cuts_for, run_in_parts
 
 if TYPE_CHECKING:
@@ -134,14 +134,14 @@ class SharesMixin(Mixed):
         self._finding: Finding | None = None
         self._cuts = None if self.share is None else cuts_for(self, on_oom, **self.share.cut_options)
         if self.share is None:
-            tell_of_no_plan()
+            warn_of_no_plan()
         elif training_args is None:
             raise InputError(
                 "args is not given. Expected TrainingArguments, because the plan sets some of them. Pass args=.",
             )
         else:
             apply(self.share.plan, training_args, share=self.share)
-            self.share.tell_of_other_model(given)
+            self.share.check_model(given)
         super().__init__(*args, **kwargs)
         if self.share is not None:
             self.share.checkpoint(self.model)
@@ -237,7 +237,7 @@ class SharesMixin(Mixed):
         """Run the forward and the weighted backward of a micro-batch."""
         if self.share is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        let_go_of_group_last(model)
+        release_group_last(model)
         weight = self._weights.popleft()
         self.current_gradient_accumulation_steps = 1  # otherwise the Trainer would divide the weighted loss again
         items = self._items.popleft() if self._norms is not None else 0
@@ -365,7 +365,7 @@ class SharesMixin(Mixed):
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), kept_rng(), self.compute_loss_context_manager():
+            with torch.no_grad(), preserved_rng(), self.compute_loss_context_manager():
                 samples = Samples.in_data_set(loader.dataset, loader.collate_fn.collate)
                 if self._divides_by_items(samples.batch_of(range(samples.number))):
                     return Finding(_ITEMS, 0.0)
@@ -425,7 +425,7 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
         args.ddp_find_unused_parameters = True
     has = next((name for name in ("bf16", "fp16") if getattr(args, name)), "none")
     wants = f"{has}=False" if plan.precision == "none" else f"{plan.precision}=True"
-    share.tell_of_other_precision(has, wants)
+    share.warn_of_other_precision(has, wants)
     return share
 
 

@@ -40,8 +40,8 @@ def workload(trainer: Any) -> Workload:
         loader: Any = trainer.get_train_dataloader()
     finally:
         trainer.share = share
-    kept: Any = loader.dataset
-    samples = [kept[index] for index in range(min(len(kept), _SAMPLES))]
+    rows: Any = loader.dataset
+    samples = [rows[index] for index in range(min(len(rows), _SAMPLES))]
     optimizer_class, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     precision = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else "none"
     return Workload(

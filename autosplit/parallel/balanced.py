@@ -26,8 +26,8 @@ from autosplit.parallel.arguments import (
 from autosplit.parallel.calls import CallReader
 from autosplit.parallel.gather import AmbiguousBatchWarning, Gathering, Link, PlacedLink, SeenOutputs
 from autosplit.parallel.loss_weights import Reduce, checked_reduce, weights_of
-from autosplit.parallel.parallel_apply import run_in_turn, run_on_gpus, run_placed
-from autosplit.parallel.persistent_replicas import KeptReplicas
+from autosplit.parallel.parallel_apply import run_in_sequence, run_on_gpus, run_placed
+from autosplit.parallel.persistent_replicas import PersistentReplicas
 from autosplit.parallel.tensor_copies import Copies, GpuCopies
 from autosplit.solve.split import (
     cap_split,
@@ -127,7 +127,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         self._set_shares(gpu0_bsz, split)
         self._checked = False
         self._syncs = True
-        self._kept: KeptReplicas | None = None
+        self._replicas: PersistentReplicas | None = None
         self._calls = CallReader(dim)
         self._seen = {True: SeenOutputs(), False: SeenOutputs()}
 
@@ -227,9 +227,9 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         if len(active) > 1 and max(shares) == 1 and (doubt := layout.doubt()):
             warn_user(f"The batch is cut to single rows. {doubt}", AmbiguousBatchWarning)
         weights = weights_of(self.reduce, self.module, chunks, shares)
-        kept, last = self._kept_now()
+        replicas, last = self._replicas_now()
         try:
-            outputs, link = self._run(active, chunks, kept, shares)
+            outputs, link = self._run(active, chunks, replicas, shares)
         except (RuntimeError, IndexError) as error:
             if len(active) > 1:  # a single device gets the call uncut
                 layout.advise(error)
@@ -245,8 +245,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             ) from error
         gathering = Gathering(layout, weights, link, shares, self._seen[self.module.training])
         joined = self._joined(gathering, outputs)
-        if kept is not None:
-            kept.watch(tensors_of(joined), last=last)
+        if replicas is not None:
+            replicas.watch(tensors_of(joined), last=last)
         return joined
 
     @contextmanager
@@ -286,8 +286,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         Raises:
             InputError: The gradients have a graph (``create_graph=True``).
         """
-        if self._kept is not None:
-            self._kept.bring_home()
+        if self._replicas is not None:
+            self._replicas.reduce_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients on all devices.
@@ -295,14 +295,14 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         Args:
             set_to_none: Whether to set gradients to None instead of zeros.
         """
-        if self._kept is not None:
-            self._kept.drop_gradients()
+        if self._replicas is not None:
+            self._replicas.drop_gradients()
         super().zero_grad(set_to_none)
 
     def hold_gradients(self, split: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
         """Create zero gradients on the devices of a placement, as after a micro-step within `no_sync`."""
-        self._kept = KeptReplicas(Copies())
-        self._kept.hold(self.module, [index for index, samples in enumerate(split) if samples], parameters)
+        self._replicas = PersistentReplicas(Copies())
+        self._replicas.hold(self.module, [index for index, samples in enumerate(split) if samples], parameters)
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()  # the copy has no replicas, so gradients on other devices would be lost
@@ -384,22 +384,22 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                 check_links((torch.device(self.output_device), *self.devices))
             self._checked = True
 
-    def _kept_now(self) -> tuple[KeptReplicas | None, bool]:
+    def _replicas_now(self) -> tuple[PersistentReplicas | None, bool]:
         """Return the kept replicas (None to create new ones), and whether this forward is the last micro-step."""
         walk = current_accumulation()
         last = self._syncs and (walk is None or walk.is_last)
-        if self._kept is not None and walk is None and last and not self._kept.needed:
-            self._kept = None  # gradients are no longer accumulated, so free the replicas' memory
+        if self._replicas is not None and walk is None and last and not self._replicas.needed:
+            self._replicas = None  # gradients are no longer accumulated, so free the replicas' memory
         if not torch.is_grad_enabled():
             return None, last
         placed = active_placement() is not None
         keeps = not last and (placed or self.devices[0].type != "cpu") and knows_nodes_to_run()
-        if self._kept is None and keeps and not self._has_hooks():
+        if self._replicas is None and keeps and not self._has_hooks():
             # On CPU devices outside a placement, all chunks run through the same module, without replicas.
-            self._kept = KeptReplicas(Copies() if placed else GpuCopies(self.devices))
-        if self._kept is not None and walk is not None:
+            self._replicas = PersistentReplicas(Copies() if placed else GpuCopies(self.devices))
+        if self._replicas is not None and walk is not None:
             walk.join(self)
-        return self._kept, last
+        return self._replicas, last
 
     def _has_hooks(self) -> bool:
         return any(
@@ -407,7 +407,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         )
 
     def _run(
-        self, active: list[int], chunks: list[Any], kept: KeptReplicas | None, shares: Sequence[int]
+        self, active: list[int], chunks: list[Any], replicas: PersistentReplicas | None, shares: Sequence[int]
     ) -> tuple[list[Any], Link | PlacedLink]:
         placement = active_placement()
         if placement is not None and len(self.devices) > placement.num_devices:
@@ -418,10 +418,10 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             )
         link = Link(torch.device(self.output_device))
         if placement is None and self.devices[0].type != "cpu":
-            return run_on_gpus(self.module, self.devices, active, chunks, kept, shares), link
+            return run_on_gpus(self.module, self.devices, active, chunks, replicas, shares), link
         if placement is not None:
-            return run_placed(self.module, placement, active, chunks, kept), PlacedLink(tuple(active))
-        return run_in_turn(self.module, chunks), link
+            return run_placed(self.module, placement, active, chunks, replicas), PlacedLink(tuple(active))
+        return run_in_sequence(self.module, chunks), link
 
 
 def data_parallel(

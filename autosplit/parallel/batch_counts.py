@@ -111,7 +111,7 @@ def samples_and_count(batch: Any, count: Count | None) -> tuple[int, float]:
         return int(number), number
 
 
-def let_go(held: list[Any]) -> Iterator[Any]:
+def release(held: list[Any]) -> Iterator[Any]:
     """Yield the batches of a list in order, and remove each from the list to free its memory."""
     held.reverse()
     while held:

@@ -219,14 +219,14 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         """
         if not hasattr(dataset, "__len__") or len(dataset) == self.num_samples:
             return
-        said = (
+        text = (
             f"The batch sampler was made for {self.num_samples} samples, but the data set has {len(dataset)}. Pass "
             "batch_sampler(len(dataset))"
         )
         if len(dataset) < self.num_samples:
-            raise InputError(said)
-        said += f", or a Subset if the other {len(dataset) - self.num_samples} are not for training"
-        warn_user(said, LeftOutWarning)
+            raise InputError(text)
+        text += f", or a Subset if the other {len(dataset) - self.num_samples} are not for training"
+        warn_user(text, LeftOutWarning)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, 0 or more. It determines the order of the next iteration.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autosplit.errors import InputError
-from autosplit.parallel.batch_counts import Count, check_loader, counted, let_go, samples_and_count
+from autosplit.parallel.batch_counts import Count, check_loader, counted, release, samples_and_count
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.effective_batch import warn_of_short_dataset
 from autosplit.parallel.forgotten_calls import ForgottenCalls
@@ -135,7 +135,7 @@ def checked(
     checked_estimate(noise_scale)
     forgotten = ForgottenCalls()
     for step in made:
-        forgotten.follow(step)
+        forgotten.watch(step)
         step.cuts, step.noise_scale, step.device = cuts, noise_scale, device
         if noise_scale is not None:
             step.listeners.append(noise_scale.begin_step(sums_over_ranks))
@@ -177,7 +177,7 @@ def _scheduled_steps(
                 counts, total = normalised_over_ranks(over_ranks(counts), num_ranks)
             else:
                 (total,) = over_ranks([sum(counts)])
-            drawn = let_go(held)
+            drawn = release(held)
         made = OptimizerStep(
             drawn,
             counts,
@@ -208,7 +208,7 @@ def _held_steps(
 
     def made() -> OptimizerStep:
         samples, counts = zip(*sizes, strict=True)
-        return OptimizerStep(let_go(held), counts, index=index, samples=samples)
+        return OptimizerStep(release(held), counts, index=index, samples=samples)
 
     for batch in UnscheduledBatches(loader):
         held.append(batch)

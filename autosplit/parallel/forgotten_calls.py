@@ -30,7 +30,7 @@ class ForgottenCalls(StepListener):
         self._has_drawn = self._has_looked = False
         self._left: _Gradient | None = None
 
-    def follow(self, step: OptimizerStep) -> None:
+    def watch(self, step: OptimizerStep) -> None:
         """Listen to a step, if it is one of the first two."""
         if len(self._steps) < 2:
             self._steps.append(_Step(step.index, len(step), step.num_ranks, step.awaited))

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from autosplit.devices.transfer import Placement, adopt_module, transfer
 from autosplit.oom import OutOfMemoryError, is_oom
-from autosplit.parallel.persistent_replicas import KeptReplicas
+from autosplit.parallel.persistent_replicas import PersistentReplicas
 from autosplit.parallel.replicate import BufferCopies, carried, copy_buffers, moving_buffers, replicate
 from autosplit.parallel.tensor_copies import Copies, GpuCopies
 from autosplit.workload.batch import placed_on
 from autosplit.workload.tree import map_tensors
 
 
-def run_in_turn(module: nn.Module, chunks: list[Any]) -> list[Any]:
+def run_in_sequence(module: nn.Module, chunks: list[Any]) -> list[Any]:
     """Run the chunks one after another through the module. Only the first chunk updates its buffers."""
     if len(chunks) > 1:
         # On GPUs each replica gets a copy. Clone here, too, because a module may change its input in place.
@@ -39,14 +39,14 @@ def run_in_turn(module: nn.Module, chunks: list[Any]) -> list[Any]:
 
 
 def run_placed(
-    module: nn.Module, placement: Placement, active: list[int], chunks: list[Any], kept: KeptReplicas | None
+    module: nn.Module, placement: Placement, active: list[int], chunks: list[Any], lasting: PersistentReplicas | None
 ) -> list[Any]:
     """Scatter the chunks, replicate the module, and run the replicas in a placement."""
     adopt_module(placement, module, 0)
     placed = [placed_on(index, call) for index, call in zip(active, chunks, strict=True)]
     if active == [0]:
         return [module(*placed[0][0], **placed[0][1])]
-    replicas = replicate(module, active, Copies()) if kept is None else kept.replicas(module, active)
+    replicas = replicate(module, active, Copies()) if lasting is None else lasting.replicas(module, active)
     outputs = [replica(*args, **kwargs) for replica, (args, kwargs) in zip(replicas, placed, strict=True)]
     if active[0] != 0:
         copy_buffers(replicas[0], module, lambda tensor: transfer(tensor, active[0], 0, "buffer"))
@@ -58,7 +58,7 @@ def run_on_gpus(
     devices: Sequence[torch.device],
     active: list[int],
     chunks: list[Any],
-    kept: KeptReplicas | None,
+    lasting: PersistentReplicas | None,
     shares: Sequence[int],
 ) -> list[Any]:
     """Scatter all chunks, replicate the module, and run all replicas at the same time.
@@ -67,7 +67,7 @@ def run_on_gpus(
         OutOfMemoryError: A GPU ran out of memory. The error names the GPU and its samples.
     """
     try:
-        return _outputs_of_gpus(module, devices, active, chunks, kept)
+        return _outputs_of_gpus(module, devices, active, chunks, lasting)
     except RuntimeError as error:
         if not is_oom(error):
             raise
@@ -81,14 +81,16 @@ def _outputs_of_gpus(
     devices: Sequence[torch.device],
     active: list[int],
     chunks: list[Any],
-    kept: KeptReplicas | None,
+    lasting: PersistentReplicas | None,
 ) -> list[Any]:
     own = [devices[index] for index in active]
     moved = [map_tensors(partial(_sent, device), call) for device, call in zip(own, chunks, strict=True)]
     if active == [0]:
         args, kwargs = moved[0]
         return [module(*args, **kwargs)]
-    replicas = replicate(module, active, GpuCopies(tuple(devices))) if kept is None else kept.replicas(module, active)
+    replicas = (
+        replicate(module, active, GpuCopies(tuple(devices))) if lasting is None else lasting.replicas(module, active)
+    )
     outputs = nn.parallel.parallel_apply(
         [carried(replica, device) for replica, device in zip(replicas, own, strict=True)],  # type: ignore[misc]  # it only calls them
         [args for args, _ in moved],

@@ -97,14 +97,14 @@ class _Master:
         if self.hook is None:
             self.hook = self.tensor.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self)))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.noted = None
         if self.hook is not None:
             self.hook.remove()
             self.hook = None
 
     def drop_gradients(self) -> None:
-        self.let_go()
+        self.release()
         for leaf in self.leaves.values():
             leaf.grad = None
 
@@ -170,7 +170,7 @@ def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield small
 
 
-class KeptReplicas:
+class PersistentReplicas:
     """Keep the replicas of one module for all micro-steps of an optimizer step. See Note [Kept replicas]."""
 
     def __init__(self, copies: Copies) -> None:
@@ -198,7 +198,7 @@ class KeptReplicas:
         """
         tensors = unique((*module.parameters(), *module.buffers()))
         kept = [t for t in tensors if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)]
-        self._follow(kept)
+        self._watch(kept)
         if not self.needed:
             self._round += 1  # copy again, because versions miss changes through `.data` or in a memory tracker
         if isinstance(self._copies, GpuCopies):
@@ -253,11 +253,11 @@ class KeptReplicas:
         """After the last micro-step, reduce the gradients to device 0. After any other, record them."""
         self._task = _NO_TASK
         if self._last:
-            self.bring_home()
+            self.reduce_gradients()
         else:
             self.note()
 
-    def bring_home(self) -> None:
+    def reduce_gradients(self) -> None:
         """Add the gradients that are still on the replicas to the gradients of the module's parameters.
 
         Raises:
@@ -321,7 +321,7 @@ class KeptReplicas:
                 "optimizer steps.",
             )
 
-    def _follow(self, kept: list[Tensor]) -> None:
+    def _watch(self, kept: list[Tensor]) -> None:
         before = dict(self._masters)
         self._masters = {
             id(tensor): before.pop(id(tensor)) if id(tensor) in before else _Master(tensor) for tensor in kept
@@ -395,7 +395,7 @@ class KeptReplicas:
                 if leaf.grad is not None:
                     _add_to(master.tensor, self._copies.bring(leaf.grad, device))
                     leaf.grad = None  # only now, because an out-of-memory error in the copy must not lose the gradient
-        master.let_go()
+        master.release()
 
     def _zeros_for(self, master: _Master) -> Tensor:
         device, grad = next((device, leaf.grad) for device, leaf in master.leaves.items() if leaf.grad is not None)
@@ -450,7 +450,7 @@ def _add_to(tensor: Tensor, grad: Tensor) -> None:
         tensor.grad += grad
 
 
-_guarded: weakref.WeakSet[KeptReplicas] = weakref.WeakSet()
+_guarded: weakref.WeakSet[PersistentReplicas] = weakref.WeakSet()
 """Replicas whose gradients wait, or waited at an earlier optimizer step."""
 
 

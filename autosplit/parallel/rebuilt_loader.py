@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from autosplit.errors import InputError
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 
 
 class SampledOrder:
@@ -56,7 +56,7 @@ class SampledOrder:
 
     def _drawn(self, epoch: int) -> list[int] | None:
         own = [*_generators_of(self._sampler)]
-        with kept_rng(own):
+        with preserved_rng(own):
             for generator in (torch.default_generator, *own):
                 generator.manual_seed(self._seed + epoch)
             random.seed(self._seed + epoch)

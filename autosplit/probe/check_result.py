@@ -52,9 +52,9 @@ class Check:
     def __str__(self) -> str:
         verdict = "changes" if self.depends else "stays the same"
         split, accumulated = error_text(self.split_error), error_text(self.accumulation_error)
-        said = f"{self.subject} {verdict} when the batch is split (over devices: {split}, accumulated: {accumulated})"
+        found = f"{self.subject} {verdict} when the batch is split (over devices: {split}, accumulated: {accumulated})"
         more = " ".join(filter(None, (self.advice, self.remark)))
-        return f"{said}. {more}" if more else said
+        return f"{found}. {more}" if more else found
 
 
 _PLACE = r"batch(?:\[(?:\d{1,9}|'[^'\\]*'|\"[^\"\\]*\")\]|\.[A-Za-z]\w*){0,20}(?:\[:, 1:\])?"

@@ -15,7 +15,7 @@ from autosplit.errors import DeviceError, InputError, ends_tracebacks
 from autosplit.probe.ceilings import ceiling_of, does_not_fit
 from autosplit.probe.prober import Prober
 from autosplit.probe.request import checked_request
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.runtime.live_tensors import untouched
 from autosplit.runtime.prepare import build, prepare, workload_source
 from autosplit.solve.memory import Ceiling, Role
@@ -76,8 +76,8 @@ def find_ceiling(
     capacities_bytes, index = request.capacities_bytes, 0
     if role == "replica":
         # A replica needs a device 0: use another GPU, or an equal device with unlimited memory.
-        devices, capacities_bytes, index = _beside_companion(devices[0], capacities_bytes[0])
-    with kept_rng(), ExitStack() as closing:
+        devices, capacities_bytes, index = _with_companion(devices[0], capacities_bytes[0])
+    with preserved_rng(), ExitStack() as closing:
         built = build(source, devices)
         closing.enter_context(untouched(built.workload))
         deadline_s = request.deadline.end_s
@@ -113,7 +113,7 @@ def _built_holding(build: Callable[[], Workload], role: Role) -> Workload:
     return _holding(built, role) if isinstance(built, Workload) else built
 
 
-def _beside_companion(device: Device, capacity_bytes: int) -> tuple[tuple[Device, ...], tuple[int, ...], int]:
+def _with_companion(device: Device, capacity_bytes: int) -> tuple[tuple[Device, ...], tuple[int, ...], int]:
     if is_accelerator(device.kind):
         others = [other for other in list_devices() if other.kind == device.kind and other.index != device.index]
         if not others:

@@ -23,7 +23,7 @@ from autosplit.notes import NOT_FINITE, Note
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_comparison import LEAST_SAMPLES, Comparison, begin
 from autosplit.probe.gradient_runs import TooDearError
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.runtime.live_tensors import untouched
 from autosplit.runtime.prepare import build, workload_source
 from autosplit.torch_versions import FakeTensor
@@ -71,7 +71,7 @@ def check(workload: Any) -> tuple[Check, ...]:
     source = workload_source(workload, None, {})
     if not isinstance(source, Workload):
         _refuse_too_large(_made_without_memory(source))
-    with kept_rng():
+    with preserved_rng():
         built = _with_model(build(source, parse_devices("cpu")).workload)
         _refuse_too_large(modules_of(built))
         with untouched(built):
@@ -101,7 +101,7 @@ def checks_for(
     Returns:
         The checks, and a note with the reason if there are none.
     """
-    with kept_rng():
+    with preserved_rng():
         try:
             has_memory = _refuse_unaffordable(workload, rebuild is not None)
             built = _with_model(workload if has_memory or rebuild is None else rebuild())
@@ -192,7 +192,7 @@ def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
 def _made_without_memory(make: Callable[[], Any]) -> Sequence[nn.Module]:
     """Return the modules that a function makes on the meta device, or nothing if it fails there."""
     try:
-        with kept_rng(), torch.device("meta"):
+        with preserved_rng(), torch.device("meta"):
             made = make()
     except Exception as error:  # noqa: BLE001  # it is made with memory below
         _log.info("the model's size is unknown before it is made: %s", one_line(error))

@@ -17,7 +17,7 @@ from autosplit.errors import AutosplitError, NotFiniteError, WorkloadError, from
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDearError, relative
 from autosplit.probe.loss_rule import Rule, by_samples, mixed, reduction_of, rule_of, unseen_rule
-from autosplit.runtime.live_tensors import kept_values
+from autosplit.runtime.live_tensors import saved_values
 from autosplit.torch_versions import BATCH_NORMS, NORMS
 from autosplit.workload.batch_layout import read_batch
 from autosplit.workload.workload import Workload, modules_of, sample_text
@@ -190,9 +190,9 @@ class Comparison:
         If nothing is kept, the difference is due to random numbers and rounding, so widen the tolerance. A `step=` may
         draw numbers for all samples before they are split. Such numbers do not differ in the split batch.
         """
-        before = kept_values(self.copy.workload)
+        before = saved_values(self.copy.workload)
         noise = max(relative(self.copy.again(), whole).values())
-        after = kept_values(self.copy.workload)
+        after = saved_values(self.copy.workload)
         if noise > self.tolerance and not (len(before) == len(after) and all(map(torch.equal, before, after))):
             return True
         if noise > self.tolerance and self.workload.step is None:

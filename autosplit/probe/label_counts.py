@@ -88,8 +88,8 @@ class LabelMean:
     def __call__(self, batch: Any) -> float:
         """Return the divisor of a batch's loss."""
         labels = Node.of(batch).leaves[self.position].value
-        kept = _kept(labels, self.ignored, is_shifted=self.is_shifted)
-        return kept.numel() if self.weights is None else as_count(self.weights[kept].sum(), "the class weights' sum")
+        used = _counted_labels(labels, self.ignored, is_shifted=self.is_shifted)
+        return used.numel() if self.weights is None else as_count(self.weights[used].sum(), "the class weights' sum")
 
     def __str__(self) -> str:
         labels = f"labels that are not {self.ignored}" + ", without the first label of each sequence" * self.is_shifted
@@ -99,15 +99,15 @@ class LabelMean:
 def label_means(seen: Iterable[CrossEntropy], batch: Any) -> Iterator[LabelMean]:
     """Yield the ways to count the labels of each cross entropy, if the batch contains the labels."""
     for one in seen:
-        kept = one.target[one.target != one.ignored].cpu().long()
+        used = one.target[one.target != one.ignored].cpu().long()
         for position, leaf in enumerate(node.value for node in Node.of(batch).leaves):
             if not is_integer(leaf):
                 continue
             for is_shifted in (False, True) if leaf.dim() > 1 else (False,):
-                if torch.equal(_kept(leaf, one.ignored, is_shifted=is_shifted), kept):
+                if torch.equal(_counted_labels(leaf, one.ignored, is_shifted=is_shifted), used):
                     yield LabelMean(position, is_shifted, one.ignored, one.weights, one.is_mean)
 
 
-def _kept(labels: Tensor, ignored: int, *, is_shifted: bool) -> Tensor:
+def _counted_labels(labels: Tensor, ignored: int, *, is_shifted: bool) -> Tensor:
     labels = labels[..., 1:] if is_shifted else labels
     return labels[labels != ignored].cpu().long()

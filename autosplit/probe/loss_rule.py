@@ -101,11 +101,11 @@ def _countable(copy: QuietCopy) -> Iterator[tuple[str, str, tuple[float, float]]
 def _expression(copy: QuietCopy, mean: LabelMean) -> str:
     place = Node.of(copy.batch, "batch").leaves[mean.position].place
     labels = f"{place}{'[:, 1:]' * mean.is_shifted}"
-    kept = f"{labels} != {mean.ignored}"
+    condition = f"{labels} != {mean.ignored}"
     if mean.weights is None:
-        return f"int(({kept}).sum())"
+        return f"int(({condition}).sum())"
     is_given = isinstance(getattr(copy.workload.loss_fn, "weight", None), Tensor)
-    return f"float({'loss_fn.weight' if is_given else 'class_weights'}[{labels}[{kept}]].sum())"
+    return f"float({'loss_fn.weight' if is_given else 'class_weights'}[{labels}[{condition}]].sum())"
 
 
 def unseen_rule(copy: QuietCopy) -> Rule | None:

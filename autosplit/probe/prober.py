@@ -181,8 +181,8 @@ class Prober:
                 _log.info("timed %s: out of memory (%s)", shape, error)
                 self.ooms += not self.worker.exact
                 raise
-            told = ms_text(timed.seconds), ms_text(timed.error_s), timed.repeats
-            _log.info("timed %s: %s, plus or minus %s, in %d repeats", shape, *told)
+            figures = ms_text(timed.seconds), ms_text(timed.error_s), timed.repeats
+            _log.info("timed %s: %s, plus or minus %s, in %d repeats", shape, *figures)
         return self._measured[shape]
 
     def micro_seconds(self, shape: StepShape, *, budget_s: float) -> float:

@@ -159,9 +159,9 @@ def amend(key: str, plan: Plan, changes: Mapping[str, Any]) -> None:
     If the plan was solved again for less memory, its profile has another split and is not changed.
     """
     with contextlib.suppress(AutosplitError, OSError):  # the profile is valid without the changes
-        kept = Plan.load(_path_of(key))
-        if kept.split == plan.split:
-            store(key, replace(kept, **changes))
+        saved = Plan.load(_path_of(key))
+        if saved.split == plan.split:
+            store(key, replace(saved, **changes))
 
 
 def store(key: str, plan: Plan) -> Path:
@@ -228,7 +228,7 @@ def remove_profile(path: Path) -> None:
             f"{path} can't be deleted ({error.strerror or error}). Check the permissions of its folder, and delete "
             "it yourself.",
         ) from error
-    _remove_beside(path)
+    _remove_next_to(path)
 
 
 def remove_left_over() -> None:
@@ -238,10 +238,10 @@ def remove_left_over() -> None:
     keys |= {path.name.split(".")[1] for path in folder.glob(".*.json.*")}
     for key in filter(_KEY_CHARACTERS.issuperset, keys - {""}):
         if not os.path.lexists(folder / f"{key}.json"):
-            _remove_beside(folder / f"{key}.json")
+            _remove_next_to(folder / f"{key}.json")
 
 
-def _remove_beside(path: Path) -> None:
+def _remove_next_to(path: Path) -> None:
     """Remove the other files of a removed profile: the renamed invalid file, and partly written files."""
     _sweep(path, 0.0)
     for suffix in _SUFFIXES:

@@ -100,9 +100,9 @@ def differing_facts(plan: Plan, devices: Sequence[Device], capacities_bytes: Seq
     """
     pairs = list(zip(plan.devices, devices, strict=True))
     others = [device.label for planned, device in pairs if planned.uuid != device.uuid]
-    said = [f"tuned on other GPUs of the same model ({', '.join(others)})"] if others else []
+    clauses = [f"tuned on other GPUs of the same model ({', '.join(others)})"] if others else []
     drivers = {(planned.driver, device.driver) for planned, device in pairs if planned.driver != device.driver}
-    said += [f"tuned with driver {_driver_text(one)}, now {_driver_text(two)}" for one, two in drivers][:1]
+    clauses += [f"tuned with driver {_driver_text(one)}, now {_driver_text(two)}" for one, two in drivers][:1]
     tight = []
     for seat, device, capacity in zip(plan.main.seats, devices, capacities_bytes, strict=True):
         # The plan's free memory includes the context of the process that tuned, and the ceiling's capacity does not.
@@ -111,8 +111,8 @@ def differing_facts(plan: Plan, devices: Sequence[Device], capacities_bytes: Seq
         if is_accelerator(device.kind) and (1 - SLACK) * seat.peak_bytes > capacity - context:
             in_use = backend(device.kind).memory_stats(device.index).get("allocation.all.allocated", 0)
             tight += [] if in_use else [device.label]
-    said += [f"tuned with more free memory ({', '.join(tight)})"] if tight else []
-    return tuple(said)
+    clauses += [f"tuned with more free memory ({', '.join(tight)})"] if tight else []
+    return tuple(clauses)
 
 
 def _driver_text(driver: str | None) -> str:

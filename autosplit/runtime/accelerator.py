@@ -25,7 +25,7 @@ from autosplit.devices.device import Device
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError, is_oom
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import Facts, Measurement, StepMemory, StepShape
 from autosplit.runtime.small_steps import GradientsSeen, facts_of, few_samples, least_batch_of, small_step
@@ -274,7 +274,7 @@ class AcceleratorWorker:
 
     def _within_bounds(self, shape: StepShape, use: Callable[[_Step], T]) -> T:
         # A model's `device="cuda"` uses the current device. Restoring it with `set_device` would create a context.
-        with self._bounded(), kept_rng(), self._backend.device(self._alone_on(shape) or self._gpus[0]):
+        with self._bounded(), preserved_rng(), self._backend.device(self._alone_on(shape) or self._gpus[0]):
             return self._guarded(lambda: use(self._prepared(shape)), shape)
 
     def _alone_on(self, shape: StepShape) -> torch.device | None:

@@ -310,30 +310,30 @@ def _main_can_be_imported() -> bool:
 def main_left_out() -> Iterator[None]:
     """Start processes that do not import the main script, which would run again without a guard."""
     main = vars(sys.modules["__main__"])
-    kept: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    saved: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
     main["__spec__"] = None  # multiprocessing reads both names, and imports nothing if they are missing
     try:
         yield
     finally:
-        main.update(kept)
+        main.update(saved)
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Block Ctrl-C and redirect stdout to stderr, because a new process first runs the user's main module."""
-    kept = None
+    saved = None
     with suppress(OSError):  # stdout may be closed
-        kept = os.dup(1)
+        saved = os.dup(1)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) if hasattr(signal, "pthread_sigmask") else None
     try:
-        if kept is not None:
+        if saved is not None:
             with suppress(OSError):
                 os.dup2(2, 1)
         yield
     finally:
-        if kept is not None:
-            os.dup2(kept, 1)
-            os.close(kept)
+        if saved is not None:
+            os.dup2(saved, 1)
+            os.close(saved)
         if mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

@@ -15,7 +15,7 @@ from autosplit.devices.device import Device
 from autosplit.errors import one_line
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError, is_oom
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.runtime.linear_memory import CountedStep, predicted_parts, predicts
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.runtime.protocol import Facts, Measurement, StepShape
@@ -144,7 +144,7 @@ class CpuWorker:
 
         gc.collect(1)
         self.steps += 1
-        with kept_rng():
+        with preserved_rng():
             run_placed(self.trainee, shape, tracker, look)
         return CountedStep.of(split, tracker.entries())
 
@@ -159,7 +159,7 @@ class CpuWorker:
         """Time a step without the tracker, for up to `budget_s`. Only `peaks` enforces memory budgets."""
         trainee = self.trainee
         sizes = [sum(split) for split in shape.splits]
-        with kept_rng():
+        with preserved_rng():
             models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0]))
             batches = trainee.batches(sizes)
 
@@ -180,7 +180,7 @@ class CpuWorker:
         """Run a compiled step. The tracker cannot track compiled code, so return no peaks."""
         trainee, sizes = self.trainee, [sum(split) for split in shape.splits]
         self.steps += 1
-        with kept_rng():
+        with preserved_rng():
             trainee.step(trainee.compiled(), trainee.batches(sizes), sizes)
         return ()
 
@@ -195,7 +195,7 @@ class CpuWorker:
         gc.collect(1)  # free tensors in reference cycles of an earlier step now, not while this step is timed
         message = None
         try:
-            with kept_rng():
+            with preserved_rng():
                 found = run_placed(self.trainee, short, tracker, lambda _phase: None)
         except OutOfMemoryError:
             raise

@@ -40,7 +40,7 @@ def untouched(workload: Workload) -> Iterator[None]:
     modules = [one for one in reached if isinstance(one, nn.Module)]
     tensors: list[Tensor] = [p for module in (*modules_of(workload), *modules) for p in module.parameters()]
     tensors += [one for one in reached if isinstance(one, Tensor) and one.is_leaf]
-    kept = {id(tensor): (tensor, tensor.grad) for tensor in tensors if tensor.requires_grad}
+    gradients = {id(tensor): (tensor, tensor.grad) for tensor in tensors if tensor.requires_grad}
     attributes = [(held, dict(held)) for held in _attributes(reached)]
     moving = [buffer for module in modules for _, _, buffer in moving_buffers(module)]
     moving += [
@@ -50,7 +50,7 @@ def untouched(workload: Workload) -> Iterator[None]:
         if isinstance(value, Tensor) and not value.requires_grad
     ]
     buffers = [(one, one.clone()) for one in moving if not one.is_meta and not isinstance(one, FakeTensor)]
-    for tensor, gradient in kept.values():
+    for tensor, gradient in gradients.values():
         if gradient is not None:
             tensor.grad = None
     try:
@@ -60,7 +60,7 @@ def untouched(workload: Workload) -> Iterator[None]:
             for held, values in attributes:
                 held.clear()
                 held.update(values)
-            for tensor, gradient in kept.values():
+            for tensor, gradient in gradients.values():
                 if tensor.grad is not gradient:
                     tensor.grad = gradient
             for buffer, before in buffers:
@@ -68,7 +68,7 @@ def untouched(workload: Workload) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-def kept_values(workload: Workload) -> list[Tensor]:
+def saved_values(workload: Workload) -> list[Tensor]:
     """Return copies of the tensors that the workload's functions keep in buffers and other attributes."""
     return [
         value.detach().clone()

@@ -207,7 +207,7 @@ class Tracker(TorchDispatchMode, Placement):
                 for tensor, record in zip(inputs, held, strict=True):
                     if (record is None or record.device == _PROVISIONAL) and tensor.dim() > 0:
                         self.adopt(tensor, device)
-            self._follow(inputs, tensors_among((outputs,)), device)
+            self._record(inputs, tensors_among((outputs,)), device)
             self._has_run(func, args, kwargs, outputs, device)
         return outputs
 
@@ -253,7 +253,7 @@ class Tracker(TorchDispatchMode, Placement):
             self.classify(block, "gathered")
         self._has_moved(source, destination, tensor.numel() * tensor.element_size(), purpose)
 
-    def _follow(self, inputs: list[Tensor], outputs: Iterable[Tensor], device: int) -> None:
+    def _record(self, inputs: list[Tensor], outputs: Iterable[Tensor], device: int) -> None:
         """Charge an op's new outputs. An output that shares an input's storage is not new."""
         input_keys: set[int] | None = None
         for output in outputs:

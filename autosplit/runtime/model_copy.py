@@ -147,23 +147,23 @@ def _shared_or_moved(models: Models, memo: dict[int, Any], device: torch.device)
 
     The copy uses live tensors' memory on `device`. Return a function that restores their values from the host.
     """
-    kept: dict[int, tuple[Tensor, Tensor]] = {}
+    saved: dict[int, tuple[Tensor, Tensor]] = {}
     for tensor in {id(t): t for module in models.modules for t in (*module.parameters(), *module.buffers())}.values():
         if not _is_plain_on_accelerator(tensor):
             continue
         data = tensor.data.to(device)
         storage = data.untyped_storage()
-        if tensor.device == device and storage_key(storage) not in kept:
+        if tensor.device == device and storage_key(storage) not in saved:
             whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-            kept[storage_key(storage)] = whole, whole.cpu()
+            saved[storage_key(storage)] = whole, whole.cpu()
         memo[id(tensor)] = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
     def restore() -> None:
         with held_interrupts():  # a second Ctrl-C would leave trained values in the live model
-            for whole, values in kept.values():
+            for whole, values in saved.values():
                 whole.copy_(values)
 
-    return restore if kept else _nothing
+    return restore if saved else _nothing
 
 
 def _is_plain_on_accelerator(tensor: Tensor) -> bool:
@@ -181,8 +181,8 @@ def _borrow(models: Models, device: torch.device | None, restore_values: Callabl
     tensors = {id(t): t for module in models.modules for t in (*module.parameters(), *module.buffers())}
     # A tensor's version counts its in-place writes. A tensor made in inference mode has no version.
     versions = [None if tensor.is_inference() else tensor._version for tensor in tensors.values()]
-    kept = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors.values()]
-    for tensor, data, _, _ in kept:
+    saved = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors.values()]
+    for tensor, data, _, _ in saved:
         shares = tensor.device == device and _is_plain_on_accelerator(tensor)
         tensor.data, tensor.grad = data if shares else data.clone(), None
 
@@ -191,7 +191,7 @@ def _borrow(models: Models, device: torch.device | None, restore_values: Callabl
         for part, buffers in slots:
             part._buffers.clear()  # a forward may have registered additional buffers
             part._buffers.update(buffers)
-        for (tensor, data, grad, requires_grad), version in zip(kept, versions, strict=True):
+        for (tensor, data, grad, requires_grad), version in zip(saved, versions, strict=True):
             tensor.data, tensor.grad = data, grad
             tensor.requires_grad_(requires_grad)
             # A later backward checks the versions of its saved tensors. Their data is unchanged, so reset the version.
@@ -304,12 +304,12 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
             f"to the loss: {INTO_THE_MODEL}.",
         )
     twin = object.__new__(type(optimizer))
-    kept = {
+    saved = {
         name: value
         for name, value in vars(optimizer).items()
         if name != "step" and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
     }
-    twin.__setstate__(copy.deepcopy(kept, memo))
+    twin.__setstate__(copy.deepcopy(saved, memo))
     # Optimizer state moves to its parameter's device. Step counts on the host stay there.
     for parameter, state in twin.state.items():
         for name, value in state.items() if isinstance(parameter, Tensor) else ():

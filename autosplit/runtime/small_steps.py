@@ -10,7 +10,7 @@ import torch
 
 from autosplit.errors import AutosplitError, WorkloadError, one_line, users_errors
 from autosplit.parallel.checkpointed import checkpointed_in
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.runtime.protocol import Facts, StepShape
 from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.runtime.trainee import Trainee
@@ -93,7 +93,7 @@ def facts_of(trainee: Trainee, gradients: GradientsSeen, *, least_batch: int, sa
             "In compute_loss, call the model that is passed, not one from outside.",
         )
     if takes_loss_itself(workload):
-        with kept_rng(), torch.no_grad():
+        with preserved_rng(), torch.no_grad():
             found = loss_rule(trainee.outputs(samples))
     return Facts(
         least_batch=least_batch,

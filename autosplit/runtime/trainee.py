@@ -255,9 +255,9 @@ class Trainee:
 
     def end_state(self, parameters: Collection[nn.Parameter]) -> None:
         """Delete the optimizer state of all parameters except these."""
-        kept = set(map(id, parameters))
+        known = set(map(id, parameters))
         for optimizer in self.optimizers.items:
-            for parameter in [one for one in optimizer.state if id(one) not in kept]:
+            for parameter in [one for one in optimizer.state if id(one) not in known]:
                 del optimizer.state[parameter]
 
     def evaluate(self, models: Models, batch: Any) -> Any:

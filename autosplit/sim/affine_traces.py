@@ -43,7 +43,7 @@ from autosplit.runtime.memory_tracker import BLOCK_BYTES
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.trainee import Trainee
 from autosplit.sim.gpu_kernels import GpuKernels
-from autosplit.sim.gradient_arrivals import Way
+from autosplit.sim.gradient_arrivals import Variant
 from autosplit.sim.kernel_time import Codes, Numbers
 from autosplit.sim.op_calls import odd_split
 from autosplit.sim.op_cost import Move, Work
@@ -79,7 +79,7 @@ class AffineTraces:
         self.zeroing_costs = tracer.zeroing_costs
         self._shared = _Shared()
         self._for_others: dict[int, AffineTraces] = {}
-        self._laws: dict[StepShape, _Law | None] = {}
+        self._models: dict[StepShape, _TraceModel | None] = {}
         self._is_curved = False
         self._compared_up_to: dict[bool, int] = {}
         self._fits_one: dict[bool, bool] = {}
@@ -119,8 +119,8 @@ class AffineTraces:
         if key not in traces:
             if len(traces) >= MOST_KEPT:
                 traces.clear()
-            law = self._law_for(first)
-            traces[key] = self.tracer.trace(shape) if law is None else law.at(shape.splits[0])
+            model = self._model_for(first)
+            traces[key] = self.tracer.trace(shape) if model is None else model.at(shape.splits[0])
         return traces[key]
 
     @contextmanager
@@ -132,12 +132,12 @@ class AffineTraces:
         finally:
             self._shared.checks = False
 
-    def _law_for(self, shape: StepShape) -> _Law | None:
+    def _model_for(self, shape: StepShape) -> _TraceModel | None:
         """Return the trace model that predicts a step, or None. A batch of 1 on a device may need a separate model."""
-        law = self._law_of(shape)
-        if law is not None and self.fake and 1 in shape.splits[0] and not self._predicts_one(shape):
-            law = self._law_of(shape, ones_apart=True)
-        return law
+        model = self._model_of(shape)
+        if model is not None and self.fake and 1 in shape.splits[0] and not self._predicts_one(shape):
+            model = self._model_of(shape, ones_apart=True)
+        return model
 
     def _predicts_one(self, shape: StepShape) -> bool:
         """Return whether the trace model also holds for a batch of 1. PyTorch may skip a contiguous copy there.
@@ -145,34 +145,34 @@ class AffineTraces:
         If both models predict the same peak and work for one sample on one device, no step over several devices is
         traced. In tests, the peak is then off by at most 10 KiB per GiB (tests/runtime/test_affine_traces.py).
         """
-        law, own = self._models_for_one(shape)
-        if law is None or own is None:
+        model, own = self._models_for_one(shape)
+        if model is None or own is None:
             return False
-        evaluates, told, followed = shape.arrangement == "eval", law.at((1,)), own.at((1,))
+        evaluates, predicted, traced = shape.arrangement == "eval", model.at((1,)), own.at((1,))
         if evaluates not in self._fits_one:
-            self._fits_one[evaluates] = law.tells((1,), followed)
-        alike = (
-            len(shape.splits[0]) > 1 and told.peak_bytes == followed.peak_bytes and self._predicts_work_of_one(shape)
+            self._fits_one[evaluates] = model.predicts((1,), traced)
+        fits_both = (
+            len(shape.splits[0]) > 1 and predicted.peak_bytes == traced.peak_bytes and self._predicts_work_of_one(shape)
         )
-        return self._fits_one[evaluates] or alike
+        return self._fits_one[evaluates] or fits_both
 
     def _predicts_work_of_one(self, shape: StepShape) -> bool:
         evaluates = shape.arrangement == "eval"
         if evaluates not in self._works_for_one:
-            law, own = self._models_for_one(shape)
+            model, own = self._models_for_one(shape)
             self._works_for_one[evaluates] = (
-                law is None or own is None or np.allclose(_work_of(law.at((1,))), _work_of(own.at((1,))), rtol=0.01)
+                model is None or own is None or np.allclose(_work_of(model.at((1,))), _work_of(own.at((1,))), rtol=0.01)
             )
         return self._works_for_one[evaluates]
 
-    def _models_for_one(self, shape: StepShape) -> tuple[_Law | None, _Law | None]:
+    def _models_for_one(self, shape: StepShape) -> tuple[_TraceModel | None, _TraceModel | None]:
         """Return the trace models of a single-device step: for batches of 2 and more, and for a batch of 1.
 
         For real tensors, both are the same model.
         """
         one = StepShape(((1,),), "eval" if shape.arrangement == "eval" else "balanced")
-        law = self._law_of(one)
-        return law, self._law_of(one, ones_apart=True) if self.fake else law
+        model = self._model_of(one)
+        return model, self._model_of(one, ones_apart=True) if self.fake else model
 
     def _check(self, shape: StepShape) -> None:
         """Compare the trace model with a single-device step.
@@ -181,56 +181,58 @@ class AffineTraces:
         """
         share = next(filter(None, shape.splits[0]))
         lone = StepShape(((share,),), "eval" if shape.arrangement == "eval" else "balanced")
-        law = self._law_of(shape) and self._law_of(lone)
-        if law is not None and lone.num_samples > self._compared_up_to[lone.arrangement == "eval"]:
-            self._hold(law, lone)
+        model = self._model_of(shape) and self._model_of(lone)
+        if model is not None and lone.num_samples > self._compared_up_to[lone.arrangement == "eval"]:
+            self._hold(model, lone)
 
-    def _law_of(self, shape: StepShape, *, ones_apart: bool = False) -> _Law | None:
+    def _model_of(self, shape: StepShape, *, ones_apart: bool = False) -> _TraceModel | None:
         unit = _unit_of(shape, ones_apart=ones_apart)
-        if unit not in self._laws and not self.given_up:
+        if unit not in self._models and not self.given_up:
             try:
-                self._laws[unit] = self._followed_oddly(unit) if self.fake else self._followed_twice(unit)
+                self._models[unit] = self._traced_at_odd_sizes(unit) if self.fake else self._traced_twice(unit)
             except Exception as error:  # noqa: BLE001  # the requested size may still work, or raise again
                 _log.info("can't predict this step from other steps: %s: %s", type(error).__name__, error)
-                self._laws[unit] = None
-        return None if self.given_up else self._laws[unit]
+                self._models[unit] = None
+        return None if self.given_up else self._models[unit]
 
-    def _followed_oddly(self, unit: StepShape) -> _Law | None:
+    def _traced_at_odd_sizes(self, unit: StepShape) -> _TraceModel | None:
         """Trace a step of odd size to predict all others. Compare the first model of each kind with a trace."""
         active = [index for index, samples in enumerate(unit.splits[0]) if samples > 1]
         alone = StepShape(((self.tracer.workload.sample_batch_size,),))
-        likes = self._likes_of(unit)
+        variants = self._variants_of(unit)
         if unit != _unit_of(alone):
-            self._law_of(alone)  # sets `_is_curved`
+            self._model_of(alone)  # sets `_is_curved`
         if len(active) > 1 and self._is_curved:
             return None  # an op may multiply samples of one device by samples of another
-        if unit != likes["plain"]:
-            self._law_of(likes["plain"], ones_apart=True)
-            return self._laws.get(unit)
+        if unit != variants["plain"]:
+            self._model_of(variants["plain"], ones_apart=True)
+            return self._models.get(unit)
         odd = odd_split(unit.splits[0])
-        self._follow(likes, odd, [tuple(4 if place == index else n for place, n in enumerate(odd)) for index in active])
-        law, evaluates = self._laws[unit], unit.arrangement == "eval"
-        if law is not None and len(odd) == len(active) == 1 and evaluates not in self._compared_up_to:
+        self._trace(
+            variants, odd, [tuple(4 if place == index else n for place, n in enumerate(odd)) for index in active]
+        )
+        model, evaluates = self._models[unit], unit.arrangement == "eval"
+        if model is not None and len(odd) == len(active) == 1 and evaluates not in self._compared_up_to:
             small = 2 if evaluates else max(2, alone.num_samples)
-            self._hold(law, replace(unit, splits=((small,),)))
+            self._hold(model, replace(unit, splits=((small,),)))
             self._compared_up_to[evaluates] = sum(odd)
-        return law
+        return model
 
-    def _follow(self, likes: dict[Way, StepShape], odd: tuple[int, ...], splits: list[tuple[int, ...]]) -> None:
-        unit = likes["plain"]
+    def _trace(self, variants: dict[Variant, StepShape], odd: tuple[int, ...], splits: list[tuple[int, ...]]) -> None:
+        unit = variants["plain"]
         if len(splits) == 1:
             splits.append(tuple(min(16, samples) for samples in odd))
-        found = self.tracer.trace_resized(replace(unit, splits=(odd,)), splits, tuple(likes))
-        for like, traces in zip(likes.values(), found, strict=True):
-            self._laws[like] = law = _Law()
+        found = self.tracer.trace_resized(replace(unit, splits=(odd,)), splits, tuple(variants))
+        for variant, traces in zip(variants.values(), found, strict=True):
+            self._models[variant] = model = _TraceModel()
             for split, trace in zip([odd, *splits], traces, strict=True):
-                law.add(split, trace)
-            if like == _unit_of(StepShape(((self.tracer.workload.sample_batch_size,),))):
-                self._is_curved = law.is_curved
+                model.add(split, trace)
+            if variant == _unit_of(StepShape(((self.tracer.workload.sample_batch_size,),))):
+                self._is_curved = model.is_curved
             if not self._is_curved:
-                law.straighten()
+                model.straighten()
 
-    def _likes_of(self, unit: StepShape) -> dict[Way, StepShape]:
+    def _variants_of(self, unit: StepShape) -> dict[Variant, StepShape]:
         """Return the step kinds that one trace covers. A trace of one-device training covers all training variants."""
         if len(unit.splits[0]) > 1 or unit.arrangement == "eval" or self.tracer.workload.step is not None:
             return {"plain": unit}
@@ -238,23 +240,23 @@ class AffineTraces:
         bucketed = replace(plain, arrangement="rank", num_ranks=2)
         return {"plain": plain, "accumulating": replace(plain, accumulates=True), "bucketed": bucketed}
 
-    def _hold(self, law: _Law, shape: StepShape) -> None:
-        if law.tells(shape.splits[0], self.tracer.trace(shape)):
+    def _hold(self, model: _TraceModel, shape: StepShape) -> None:
+        if model.predicts(shape.splits[0], self.tracer.trace(shape)):
             self._compared_up_to[shape.arrangement == "eval"] = shape.num_samples
             return
         _log.info("steps of other sizes take a different code path than %s: tracing each size", shape)
         self._shared.given_up = True
         self._shared.traces.clear()
 
-    def _followed_twice(self, unit: StepShape) -> _Law:
+    def _traced_twice(self, unit: StepShape) -> _TraceModel:
         """Trace a step of real tensors with the sample batch, and with twice as many samples on each device."""
         active = [index for index, samples in enumerate(unit.splits[0]) if samples]
         low = self.tracer.workload.sample_batch_size  # already traced
-        law = _Law()
+        model = _TraceModel()
         base = tuple(low if samples else 0 for samples in unit.splits[0])
         for split in [base, *((*base[:index], 2 * low, *base[index + 1 :]) for index in active)]:
-            law.add(split, self.tracer.trace(replace(unit, splits=(split,))))
-        return law
+            model.add(split, self.tracer.trace(replace(unit, splits=(split,))))
+        return model
 
 
 def _unit_of(shape: StepShape, *, ones_apart: bool = False) -> StepShape:
@@ -310,7 +312,7 @@ class _Columns:
         return cls(split, trace, np.concatenate(columns), tuple(order), kinds, devices)
 
 
-class _Law:
+class _TraceModel:
     """Trace model: bytes and work of a step as functions of the samples on each device."""
 
     def __init__(self) -> None:
@@ -319,16 +321,16 @@ class _Law:
     def add(self, split: tuple[int, ...], trace: Trace) -> None:
         self._points.append(_Columns.of(split, trace))
 
-    def tells(self, split: tuple[int, ...], trace: Trace) -> bool:
-        followed = _Columns.of(split, trace)
-        if followed.order != self._points[0].order:
+    def predicts(self, split: tuple[int, ...], trace: Trace) -> bool:
+        traced = _Columns.of(split, trace)
+        if traced.order != self._points[0].order:
             return False
-        return np.allclose(_evaluated(self._points, split), followed.numbers, rtol=1e-9, atol=0.5)
+        return np.allclose(_evaluated(self._points, split), traced.numbers, rtol=1e-9, atol=0.5)
 
     @property
     def is_curved(self) -> bool:
-        told = _evaluated(self._points[:2], self._points[2].split)
-        return bool(np.abs(told - self._points[2].numbers).max(initial=0.0) > 0.5)
+        predicted = _evaluated(self._points[:2], self._points[2].split)
+        return bool(np.abs(predicted - self._points[2].numbers).max(initial=0.0) > 0.5)
 
     def straighten(self) -> None:
         """Keep only the points that a linear fit needs. With more, rounding looks like curvature."""
@@ -339,8 +341,8 @@ class _Law:
         for point in self._points:
             if point.split == split and point.trace.peak_bytes:
                 return point.trace
-        are_alike = all(self._points[0].order == point.order for point in self._points[1:])  # `order` has no sizes
-        return self._made(split) if are_alike else self._near(split)
+        same_order = all(self._points[0].order == point.order for point in self._points[1:])  # `order` has no sizes
+        return self._made(split) if same_order else self._near(split)
 
     def _made(self, split: tuple[int, ...]) -> Trace:
         base = self._points[0].trace

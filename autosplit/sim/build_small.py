@@ -43,7 +43,7 @@ def built_within(build: Callable[[], T], most_bytes: int) -> T:
         TooLarge: The tensors are larger, or are on a device other than the CPU.
     """
     bound = _Bound(most_bytes)
-    with settings_kept_on_failure():
+    with restored_settings():
         with bound:
             built = build()
         if bound.passed:  # the function caught TooLarge and continued
@@ -52,7 +52,7 @@ def built_within(build: Callable[[], T], most_bytes: int) -> T:
 
 
 @contextmanager
-def settings_kept_on_failure() -> Iterator[None]:
+def restored_settings() -> Iterator[None]:
     """Restore torch's default dtype, default device and grad mode if the block raises.
 
     The caller runs the interrupted code again, whose own settings would then count as the user's defaults.

@@ -75,7 +75,7 @@ def measured_kinds(
     return dict(zip(devices, found, strict=False)), limits, notes
 
 
-def _examined(processes: Any, tell: Callable[[Any], None]) -> tuple[list[RankKind], dict[str, Any], tuple[Note, ...]]:
+def _examined(processes: Any, listen: Callable[[Any], None]) -> tuple[list[RankKind], dict[str, Any], tuple[Note, ...]]:
     from autosplit.profiles.key import ProfileKey
     from autosplit.sim.gpu_kernels import GpuKernels
     from autosplit.sim.simulated import SimulatedWorker
@@ -86,7 +86,7 @@ def _examined(processes: Any, tell: Callable[[Any], None]) -> tuple[list[RankKin
     processes.ask(Process.build)
     key = ProfileKey(processes.job.machine, processes.own.description(), {})
     request, notes = processes.prepare(processes.job.request, key)
-    run = Run.of(processes, request, key, tell, notes)
+    run = Run.of(processes, request, key, listen, notes)
     plan = measure_and_search(run)
     layout = plan.main
     assert layout.cost is not None, "a plan for simulated ranks has a cost model"

@@ -22,7 +22,7 @@ from autosplit.sim.cluster import Cluster, check_options, is_cluster, parse_clus
 from autosplit.sim.comparison_types import SCHEMA_VERSION, Compared, Compute, Misfit
 from autosplit.solve.split import whole_number
 from autosplit.text import rate_text
-from autosplit.tuning.progress import Progress, heard_by, part_of
+from autosplit.tuning.progress import Progress, part_of, progress_listener
 
 if TYPE_CHECKING:
     from autosplit.plan.layout import Seat
@@ -335,8 +335,8 @@ def compare(
             return predict_cluster(model_or_workload, sample_batch, cluster=machine.spec, **{**options, **timed})
         return tuning.tune(model_or_workload, sample_batch, devices=machine.spec, **options, **timed)
 
-    with heard_by(progress) as heard:
-        found = compared(machines, tune_one, time_limit_s=time_limit_s, progress=heard)
+    with progress_listener(progress) as listener:
+        found = compared(machines, tune_one, time_limit_s=time_limit_s, progress=listener)
     return found.for_samples(wanted)
 
 

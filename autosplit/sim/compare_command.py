@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autosplit.cli.output import EXIT_INTERRUPTED, EXIT_MISFIT, Answer, Manner, Problem, progress
+from autosplit.cli.output import EXIT_INTERRUPTED, EXIT_MISFIT, CommandResult, Manner, Problem, progress
 from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
 from autosplit.cli.workload_arguments import (
     is_one_of_several,
@@ -49,7 +49,7 @@ def compare(
     samples: int | None = None,
     model_options: Mapping[str, Any],
     **keywords: Any,
-) -> Answer[Compared] | Answer[ComparedModels] | int:
+) -> CommandResult[Compared] | CommandResult[ComparedModels] | int:
     """Tune for each machine in turn, and compare the plans. The time limit applies to all machines together."""
     if (spec is None) == (models is None):
         raise InputError("autosplit compare needs either a workload or --models FILE. Name one of them.")
@@ -82,7 +82,7 @@ def _compare_one(
     samples: int | None,
     model_options: Mapping[str, Any],
     keywords: dict[str, Any],
-) -> Answer[Compared] | int:
+) -> CommandResult[Compared] | int:
     from autosplit.sim import compare as comparing
 
     machines = comparing.asked_machines(devices, price, keywords)
@@ -115,7 +115,7 @@ def _compare_one(
     elif comparison.best is None:
         text = f"The workload fits none of the {len(machines)} machines. The table shows the memory that each machine"
         problems = [Problem(f"{text} lacks.", EXIT_MISFIT)]
-    return Answer(comparison.for_json(), lambda console: print_comparison(comparison, console), problems)
+    return CommandResult(comparison.for_json(), lambda console: print_comparison(comparison, console), problems)
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from autosplit.cli.options import MODEL, Option
-from autosplit.cli.output import EXIT_INTERRUPTED, EXIT_MISFIT, Answer, Manner, Problem, note, progress
+from autosplit.cli.output import EXIT_INTERRUPTED, EXIT_MISFIT, CommandResult, Manner, Problem, note, progress
 from autosplit.cli.workload_arguments import is_model_name, isolates, sendable, tuned_quietly, workload_of_spec
 from autosplit.errors import AutosplitError, InputError, shown
 from autosplit.files import read_bounded, write_for_all
@@ -88,7 +88,7 @@ def compare_models(
     output: str | None = None,
     model_options: Mapping[str, Any],
     **keywords: Any,
-) -> Answer[ComparedModels] | int:
+) -> CommandResult[ComparedModels] | int:
     """Tune each model for each machine. If a model fails, report it and compare the others."""
     from autosplit.sim.compare import ComparisonInterrupted, asked_machines
     from autosplit.sim.compare_models import FORMATS, ComparedModel
@@ -120,7 +120,7 @@ def compare_models(
     text = FORMATS[kind](found) if output is None else ""
     values = {"schema_version": SCHEMA_VERSION, "models": found}
     value = msgspec.convert(values, ComparedModels, from_attributes=True)
-    return Answer(value, text, _problems(found, interrupted=interrupted))
+    return CommandResult(value, text, _problems(found, interrupted=interrupted))
 
 
 def _problems(found: Sequence[ComparedModel], *, interrupted: bool) -> list[Problem]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.sim.build_small import settings_kept_on_failure
+from autosplit.sim.build_small import restored_settings
 from autosplit.torch_versions import FakeTensor, FakeTensorMode, is_wrapper_subclass, new_fake
 from autosplit.workload.models import Models
 from autosplit.workload.tree import tensors_of
@@ -34,12 +34,12 @@ def built_without_memory(build: Callable[[], Any], mode: FakeTensorMode) -> Any:
         Exception: The function raised with both. This is its error with fake tensors.
     """
     try:
-        with settings_kept_on_failure(), mode:
+        with restored_settings(), mode:
             return build()
     except Exception as error:  # noqa: BLE001  # fake tensors do not support it, or the user's code failed
         failure = error
     try:
-        with settings_kept_on_failure(), torch.device("meta"):
+        with restored_settings(), torch.device("meta"):
             return build()
     except Exception:  # noqa: BLE001  # report the first failure
         raise failure from None

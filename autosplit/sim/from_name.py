@@ -171,14 +171,14 @@ def _offline() -> Iterator[None]:
 
 
 @contextmanager
-def _told_as_input(what: str, advice: str) -> Iterator[None]:
+def _raised_as_input(what: str, advice: str) -> Iterator[None]:
     try:
         yield
     except AutosplitError:
         raise
     except Exception as error:
-        told = " ".join(str(error).split())  # transformers' messages have several lines
-        raise WorkloadError(f"{what}: {type(error).__name__}: {told[:300].rstrip('.')}. {advice}.") from error
+        message = " ".join(str(error).split())  # transformers' messages have several lines
+        raise WorkloadError(f"{what}: {type(error).__name__}: {message[:300].rstrip('.')}. {advice}.") from error
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -263,7 +263,7 @@ def _config(path: Path, values: dict[str, Any]) -> Any:
             f"one of its {len(CONFIG_MAPPING.keys())}. {_nearest(kind, CONFIG_MAPPING.keys())}. Or upgrade "
             "transformers.",
         )
-    with _told_as_input(f"{path} is not a configuration of a {kind}", "Expected a file that transformers saved"):
+    with _raised_as_input(f"{path} is not a configuration of a {kind}", "Expected a file that transformers saved"):
         config: Any = CONFIG_MAPPING[kind].from_dict(_without_kernels(values))
         text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", None)
@@ -337,7 +337,7 @@ def _build_of_transformers(
         assumed = (
             f"weights, gradients and optimizer states are {str(dtype).removeprefix('torch.')}, as in {path.name}",
         )
-    with _offline(), _told_as_input(f"No model can be built from {path}", "Correct the configuration"):
+    with _offline(), _raised_as_input(f"No model can be built from {path}", "Correct the configuration"):
         model = getattr(transformers, auto_class).from_config(config, dtype=dtype)
         sample_batch, more = batch(model)
     if adapt is not None:
@@ -383,12 +383,12 @@ def _token_batch(path: Path, task: str, seq_len: int | None, model: Any) -> tupl
         labels = torch.randint(0, text.vocab_size, (SAMPLES, length))
         if task == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = 0  # labels are shifted by one token and need a first token
-    said = (
+    assumptions = (
         ()
         if seq_len
         else ((f"The plan assumes sequences of {length} tokens. Set a different length with --seq-len (seq_len=)."),)
     )
-    return {"input_ids": tokens, "labels": labels}, said
+    return {"input_ids": tokens, "labels": labels}, assumptions
 
 
 def _class_labels(config: Any) -> Tensor:
@@ -402,8 +402,8 @@ def _class_labels(config: Any) -> Tensor:
 def _pixel_batch(path: Path, image_size: int | None, model: Any) -> tuple[Any, tuple[str, ...]]:
     config = model.config
     own = getattr(config, "image_size", None) or DEFAULT_IMAGE_SIZE
-    pixels, said = _images(path.name, own, image_size, model, channels=getattr(config, "num_channels", 3))
-    return {"pixel_values": pixels, "labels": _class_labels(config)}, said
+    pixels, assumptions = _images(path.name, own, image_size, model, channels=getattr(config, "num_channels", 3))
+    return {"pixel_values": pixels, "labels": _class_labels(config)}, assumptions
 
 
 # ----------------------------------------------------------------------------------------------------------- images
@@ -418,7 +418,7 @@ def _of_timm(name: str, image_size: int | None) -> Callable[[], ModelParts]:
         )
 
     def build() -> ModelParts:
-        with _offline(), _told_as_input(f"timm can't build {name}", "Choose a classifier"):
+        with _offline(), _raised_as_input(f"timm can't build {name}", "Choose a classifier"):
             model = timm.create_model(name, pretrained=False)
         channels, *own = model.pretrained_cfg["input_size"]
         return _classifier(f"timm:{name}", own, image_size, model, channels)
@@ -446,9 +446,9 @@ def _of_torchvision(name: str, image_size: int | None) -> Callable[[], ModelPart
 
 
 def _classifier(spec: str, own: Any, image_size: int | None, model: Any, channels: int) -> ModelParts:
-    pixels, said = _images(spec, own, image_size, model, channels=channels)
+    pixels, assumptions = _images(spec, own, image_size, model, channels=channels)
     labels = torch.randint(0, getattr(model, "num_classes", 1000), (SAMPLES,))
-    return ModelParts(model, (pixels, labels), class_loss, said)
+    return ModelParts(model, (pixels, labels), class_loss, assumptions)
 
 
 def class_loss(outputs: Any, labels: Tensor) -> Tensor:
@@ -466,12 +466,15 @@ def _images(
     size = " x ".join(map(str, sides))
     if asked != sides:
         advice = f"Expected a size that the model accepts, such as its own, {size}. Leave image_size out"
-        with _told_as_input(f"{what} can't use images of {image_size} x {image_size} pixels", advice), torch.no_grad():
+        with (
+            _raised_as_input(f"{what} can't use images of {image_size} x {image_size} pixels", advice),
+            torch.no_grad(),
+        ):
             model.eval()
             model(pixels[:1])
             model.train()
-    said = f"The plan assumes images of {size} pixels. Set a different size with --image-size (image_size=)."
-    return pixels, (said,) if image_size is None else ()
+    assumptions = f"The plan assumes images of {size} pixels. Set a different size with --image-size (image_size=)."
+    return pixels, (assumptions,) if image_size is None else ()
 
 
 def named_workload(spec: str, options: dict[str, Any]) -> Callable[[], Workload]:

@@ -21,7 +21,7 @@ from autosplit.sim.trace_tracker import Arrival, BoundedEntry, TraceTracker, lim
 
 aten = torch.ops.aten
 
-Way = Literal["plain", "accumulating", "bucketed"]
+Variant = Literal["plain", "accumulating", "bucketed"]
 """Variant of the step: an arriving gradient stays, is added to an earlier gradient, or moves into a bucket."""
 
 
@@ -31,19 +31,21 @@ class ArrivalCall:
 
     call: OpCall
 
-    def calls(self, way: Way) -> tuple[OpCall, ...]:
+    def calls(self, variant: Variant) -> tuple[OpCall, ...]:
         """Return the op calls that replace this call in a variant of the step."""
-        call, kept = self.call, self.call.outputs
-        if way == "accumulating":
+        call, saved = self.call, self.call.outputs
+        if variant == "accumulating":
             made = call.args[1] if call.func is aten.copy_.default else call.args[0]
-            return (replace(call, func=aten.add_.Tensor, args=(kept, made), kwargs=()),)
-        if way == "bucketed":
-            lies = replace(kept, stride=torch.empty(kept.shape, device="meta").stride())
-            return call, replace(call, func=aten.copy_.default, args=(lies, kept), kwargs=(), outputs=lies)
+            return (replace(call, func=aten.add_.Tensor, args=(saved, made), kwargs=()),)
+        if variant == "bucketed":
+            lies = replace(saved, stride=torch.empty(saved.shape, device="meta").stride())
+            return call, replace(call, func=aten.copy_.default, args=(lies, saved), kwargs=(), outputs=lies)
         return (call,)
 
 
-def entries_of(tracker: TraceTracker, way: Way, begun_at: int = 0, bucket_bytes: int = 0) -> tuple[BoundedEntry, ...]:
+def entries_of(
+    tracker: TraceTracker, variant: Variant, begun_at: int = 0, bucket_bytes: int = 0
+) -> tuple[BoundedEntry, ...]:
     """Return the storages that are allocated and freed in a variant of a one-device step, in order.
 
     Workspaces come first. Storages freed at the end are omitted, because they do not change the peak.
@@ -51,38 +53,38 @@ def entries_of(tracker: TraceTracker, way: Way, begun_at: int = 0, bucket_bytes:
     Args:
         begun_at: Number of entries before the first op. DDP's buckets exist from then on.
     """
-    if way == "plain":
+    if variant == "plain":
         entries = list(tracker.bounded_entries())
     else:
-        entries = list(_entries(tracker, way))
-        if way == "bucketed":
+        entries = list(_entries(tracker, variant))
+        if variant == "bucketed":
             entries.insert(begun_at, BoundedEntry("gradients", 0, bucket_bytes))
     while entries and entries[-1].nbytes <= 0:
         entries.pop()
     return (*tracker.workspaces(), *entries)
 
 
-def _entries(tracker: TraceTracker, way: Way) -> Iterator[BoundedEntry]:
+def _entries(tracker: TraceTracker, variant: Variant) -> Iterator[BoundedEntry]:
     # Several arrivals may be views of one storage. The dictionary keeps the last of them.
     arrivals = {id(arrival.gradient): arrival for arrival in tracker.arrivals}
-    going, beside = defaultdict(list), defaultdict(list)
+    going, copies = defaultdict(list), defaultdict(list)
     for arrival in arrivals.values():
-        if way == "bucketed" or not arrival.is_copy:
+        if variant == "bucketed" or not arrival.is_copy:
             going[arrival.at].append(arrival.gradient.exact_bytes)
-    for arrival in tracker.arrivals if way == "accumulating" else []:
-        beside[id(arrival.parameter)].append(arrival.nbytes)
+    for arrival in tracker.arrivals if variant == "accumulating" else []:
+        copies[id(arrival.parameter)].append(arrival.nbytes)
     for at, (held, device, _, exact_bytes) in enumerate(tracker.account):
         yield from (BoundedEntry("activations", 0, -nbytes) for nbytes in going[at])
-        kind = _kind(way, arrivals.get(id(held)), held.kind, goes=exact_bytes < 0)
+        kind = _kind(variant, arrivals.get(id(held)), held.kind, goes=exact_bytes < 0)
         if kind is not None:
             yield BoundedEntry(kind, device, exact_bytes, limits_of(held))
-        yield from (BoundedEntry("gradients", 0, nbytes) for nbytes in beside.pop(id(held), []))
+        yield from (BoundedEntry("gradients", 0, nbytes) for nbytes in copies.pop(id(held), []))
 
 
-def _kind(way: Way, arrival: Arrival | None, kind: Kind, *, goes: bool) -> Kind | None:
+def _kind(variant: Variant, arrival: Arrival | None, kind: Kind, *, goes: bool) -> Kind | None:
     """Return the kind of a storage in a variant of the step, or None if the variant does not allocate it."""
     if arrival is None:
         return kind
     if goes:  # freed at the end, like the gradients of earlier micro-steps
-        return "gradients" if way == "accumulating" else None
-    return "activations" if way == "bucketed" or not arrival.is_copy else None
+        return "gradients" if variant == "accumulating" else None
+    return "activations" if variant == "bucketed" or not arrival.is_copy else None

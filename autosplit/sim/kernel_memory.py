@@ -237,12 +237,12 @@ def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> 
     little or no memory. Above about 280 million numbers it needs more than the limit: half a byte per number.
     """
     summed = {dim % values.dim() for dim in over}
-    kept = [dim for dim, size in enumerate(values.shape) if size > 1 and dim not in summed]
+    remaining = [dim for dim, size in enumerate(values.shape) if size > 1 and dim not in summed]
     strides = [values.stride(dim) for dim in summed if values.shape[dim] > 1]
-    if len(kept) != 1 or values.stride(kept[0]) > min(strides, default=1):
+    if len(remaining) != 1 or values.stride(remaining[0]) > min(strides, default=1):
         return ()
-    columns = values.shape[kept[0]]
-    vector = math.gcd(4, columns, *strides) if values.stride(kept[0]) == 1 else 1
+    columns = values.shape[remaining[0]]
+    vector = math.gcd(4, columns, *strides) if values.stride(remaining[0]) == 1 else 1
     threads = 512 // vector
     across = min(32, 2 ** int(math.log2(min(columns // vector, threads))))
     down = threads // across

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autosplit.sim.fake_results import KnownCall
-from autosplit.sim.gradient_arrivals import ArrivalCall, Way
+from autosplit.sim.gradient_arrivals import ArrivalCall, Variant
 from autosplit.sim.op_calls import OpCall
 from autosplit.sim.op_cost import Move, OpCost, Work, is_free, op_cost, running_part
 from autosplit.sim.recurrent_calls import RecurrentCalls, RecurrentOp, recurrent_costs
@@ -114,13 +114,13 @@ class OpRecorder:
         self._close(*list(self._open))
         self._phases[-1][1].extend(events)
 
-    def phases(self, resized: Callable[[int], int] = int, way: Way = "plain") -> list[tuple[str, list[Event]]]:
+    def phases(self, resized: Callable[[int], int] = int, variant: Variant = "plain") -> list[tuple[str, list[Event]]]:
         """Return the events for a different batch size or variant of the step. The update is always the same."""
         self._close(*list(self._open))
         found = []
         for name, events in self._phases:
             size = int if name == "update" else resized
-            works = functools.partial(_work_of, {}, functools.partial(_costs, way=way, resized=size))
+            works = functools.partial(_work_of, {}, functools.partial(_costs, variant=variant, resized=size))
             made = [replace(one, nbytes=size(one.nbytes)) if isinstance(one, Move) else works(one) for one in events]
             found.append((name, [event for event in made if isinstance(event, Move) or event.labels]))
         return found
@@ -144,12 +144,12 @@ def _work_of(known: dict[Any, Any], costs: Callable[[Op], tuple[OpCost, ...]], e
     return replace(work)  # clocks distinguish works by their identity
 
 
-def _costs(op: Op, *, way: Way, resized: Callable[[int], int]) -> tuple[OpCost, ...]:
+def _costs(op: Op, *, variant: Variant, resized: Callable[[int], int]) -> tuple[OpCost, ...]:
     if isinstance(op, tuple):
         return op
     if isinstance(op, RecurrentOp):
         return tuple(recurrent_costs(op, op.call.costs(resized)))
-    calls = op.calls(way) if isinstance(op, ArrivalCall) else (op,)
+    calls = op.calls(variant) if isinstance(op, ArrivalCall) else (op,)
     return tuple(cost for call in calls for cost in call.costs(resized))
 
 

@@ -67,7 +67,7 @@ def source_of(tracers: Sequence[Traces], shape: StepShape) -> WholeStep | Compos
     return WholeStep(tracers, shape)
 
 
-def _followed(shape: StepShape, split: tuple[int, ...], *, in_buckets: bool = False) -> StepShape:
+def _as_traced(shape: StepShape, split: tuple[int, ...], *, in_buckets: bool = False) -> StepShape:
     """Return the micro-step to trace. If a step has several, each adds to the gradients of earlier micro-steps."""
     accumulates = shape.accumulates or len(shape.splits) > 1
     if in_buckets:
@@ -89,15 +89,15 @@ def _events(trace: Trace, phase: _Played) -> Sequence[Event]:
 
 def _reduced(events: Sequence[Event]) -> list[Event]:
     """Keep only the last sum of each gradient, because a reduce adds gradients while it sends them."""
-    kept: list[Event] = []
+    remaining: list[Event] = []
     for event, following in itertools.zip_longest(events, events[1:]):
         sources = [
             end.source if isinstance(end, Move) and end.purpose == "gradient" else HOST
-            for end in (kept[-1] if kept else None, following)
+            for end in (remaining[-1] if remaining else None, following)
         ]
         if not (isinstance(event, Work) and HOST < sources[0] < sources[1]):
-            kept.append(event)
-    return kept
+            remaining.append(event)
+    return remaining
 
 
 def _works(events: Sequence[Event], device: int) -> Iterator[Work]:
@@ -123,7 +123,7 @@ def _micro_step(
     `others` is the number of devices with samples except device 0, including devices that a stand-in represents.
     """
     lone = split != first and not any(split[1:])
-    own, like = (_followed(shape, one[:1] if lone else one) for one in (split, first))
+    own, like = (_as_traced(shape, one[:1] if lone else one) for one in (split, first))
     events = _events(tracer.trace(own, like), phase)
     return events if lone or split == first else _without_idle(events, split, first, others)
 
@@ -136,14 +136,14 @@ def _without_idle(events: Sequence[Event], split: tuple[int, ...], first: tuple[
     is left.
     """
     idle = {device for device, samples in enumerate(split) if first[device] and not samples}
-    kept = [event for event in events if _devices_of(event) == {0} or idle.isdisjoint(_devices_of(event))]
+    remaining = [event for event in events if _devices_of(event) == {0} or idle.isdisjoint(_devices_of(event))]
     if 0 not in idle:
-        return kept
-    moved = {i: event.purpose for i, event in enumerate(kept) if isinstance(event, Move)}
+        return remaining
+    moved = {i: event.purpose for i, event in enumerate(remaining) if isinstance(event, Move)}
     turns = [i for i, purpose in moved.items() if purpose in ("output", "scalar")]
     loss = range(turns[0], turns[-1]) if turns else range(0)
-    left = [event for i, event in enumerate(kept) if i in loss or _devices_of(event) != {0}]
-    if len(left) == len(kept) or "scalar" not in moved.values():
+    left = [event for i, event in enumerate(remaining) if i in loss or _devices_of(event) != {0}]
+    if len(left) == len(remaining) or "scalar" not in moved.values():
         return left
     forward, backward = (2, 1) if others > 1 else (3, 2)
     return [event.inner(forward, backward) if isinstance(event, Work) and not event.device else event for event in left]
@@ -206,7 +206,7 @@ class WholeStep:
 
     def _trace(self, split: tuple[int, ...]) -> Trace:
         shares = self._own(self._shape.splits[0]), self._own(split)
-        first, own = (_followed(self._shape, one, in_buckets=self._in_buckets) for one in shares)
+        first, own = (_as_traced(self._shape, one, in_buckets=self._in_buckets) for one in shares)
         return self._tracer.trace(own, first)
 
 
@@ -302,12 +302,12 @@ class ComposedStep:
         return (split[0], *_stand_ins(split, self._num_stand_ins))
 
     def _primary(self) -> Trace:
-        return self._tracers[0].trace(_followed(self._shape, self._short(self._split)))
+        return self._tracers[0].trace(_as_traced(self._shape, self._short(self._split)))
 
     def _replica(self, device: int, samples: int) -> Trace:
         """Return a two-device trace. The second device's memory and work do not depend on the first device."""
         others = self._split[1:]
-        first, own = (_followed(self._shape, (share, share)) for share in (max(others), samples))
+        first, own = (_as_traced(self._shape, (share, share)) for share in (max(others), samples))
         return self._tracers[device].trace(own, own if samples in others else first)
 
 

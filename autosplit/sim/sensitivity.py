@@ -140,7 +140,7 @@ def _best_rate(problem: Problem, machine: SimulatedWorker, what: Changed, trials
     for _ in range(MOST_NEW):
         fitted = solver.refitted(tried.values())
         best = max((trial.samples_per_s or 0.0 for trial in tried.values()), default=0.0)
-        following = max((c for c in fitted.answers() if c not in tried), key=fitted.samples_per_s, default=None)
+        following = max((c for c in fitted.ranked() if c not in tried), key=fitted.samples_per_s, default=None)
         if following is None or fitted.samples_per_s(following) <= best * (1 + BINDING_SHARE):
             break
         tried[following] = simulated(following)

@@ -169,10 +169,10 @@ class TraceTracker(Tracker):
         """
         begin, begin_workspaces = len(self.account), len(self._workspaces)
         act()
-        account, kept = self.account[begin:], [*self._workspaces.items()][begin_workspaces:]
+        account, saved = self.account[begin:], [*self._workspaces.items()][begin_workspaces:]
 
         def repeat(tracker: TraceTracker) -> None:
-            for key, nbytes in kept:
+            for key, nbytes in saved:
                 tracker._keep_workspace(key, nbytes)
             for held, _, nbytes, exact_bytes in account:
                 tracker._charge(held, nbytes, exact_bytes)

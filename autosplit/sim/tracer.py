@@ -21,7 +21,7 @@ from torch import nn
 
 from autosplit.errors import AutosplitError, WorkloadError, from_user_code, users_errors
 from autosplit.notes import Note
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.memory_tracker import Kind
 from autosplit.runtime.protocol import StepShape
@@ -34,7 +34,7 @@ from autosplit.sim.fake_copy import fake_mode, masks_of_real_tensors, mode_of
 from autosplit.sim.fake_results import FakeResults
 from autosplit.sim.fake_trainee import traced_copy
 from autosplit.sim.gpu_kernels import GpuKernels
-from autosplit.sim.gradient_arrivals import Way, entries_of
+from autosplit.sim.gradient_arrivals import Variant, entries_of
 from autosplit.sim.op_calls import resizer
 from autosplit.sim.op_cost import Move, OpCost
 from autosplit.sim.op_recorder import Event, OpRecorder, Recorded
@@ -119,12 +119,12 @@ class Tracer:
         self.runs = 0
         self.norms_over_samples = False
         self.data_dependent = DataDependent(values)
-        with kept_rng(), held_interrupts() if fake else nullcontext():
+        with preserved_rng(), held_interrupts() if fake else nullcontext():
             # Tensors of two fake modes do not mix, so reuse the mode of a model that was built under one.
             mode = (mode_of(workload) or fake_mode()) if fake else None
             self.trainee: Trainee = traced_copy(workload, mode, gpu_variants=like_gpu)
         self._fake_results = FakeResults() if fake else None
-        self._kept: dict[StepShape, Trace] = {}
+        self._traces: dict[StepShape, Trace] = {}
         self._with_gradient: list[nn.Parameter] | None = None
         self._zeroing: list[OpCost] = []
         self._accumulation: list[OpCost] = []
@@ -142,14 +142,14 @@ class Tracer:
         Both share the model copy and the optimizer state. Temporary blocks of `sum` (`kernel_memory`) may have other
         sizes there, but do not require a new trace.
         """
-        if self.kernels is None or self._runs_alike(kernels):
+        if self.kernels is None or self._runs_equally(kernels):
             return self
         if kernels not in self._for_others:
             other = self._for_others[kernels] = copy.copy(self)
-            vars(other).update(kernels=kernels, attention={}, _kept={}, _for_others={})
+            vars(other).update(kernels=kernels, attention={}, _traces={}, _for_others={})
         return self._for_others[kernels]
 
-    def _runs_alike(self, kernels: GpuKernels) -> bool:
+    def _runs_equally(self, kernels: GpuKernels) -> bool:
         assert self.kernels is not None, "the caller has seen it"
         own_bytes, other_bytes = (cublas_workspace_bytes(one.capability) for one in (self.kernels, kernels))
         return own_bytes == other_bytes and all(
@@ -163,21 +163,21 @@ class Tracer:
             shape: A step of one micro-step. With `accumulates`, it adds to gradients of earlier micro-steps.
             first: Ignored. `AffineTraces` uses it.
         """
-        if shape not in self._kept:
+        if shape not in self._traces:
             self._settle(shape)
-            if shape not in self._kept:
-                self._kept[shape] = self._run(shape)
-        return self._kept[shape]
+            if shape not in self._traces:
+                self._traces[shape] = self._run(shape)
+        return self._traces[shape]
 
     def trace_resized(
-        self, shape: StepShape, splits: Sequence[tuple[int, ...]], ways: Sequence[Way] = ("plain",)
+        self, shape: StepShape, splits: Sequence[tuple[int, ...]], variants: Sequence[Variant] = ("plain",)
     ) -> list[list[Trace]]:
         """Trace a step of an odd split (Note [Odd splits]). Return its traces for all splits, for each variant.
 
         The derived traces have no peaks.
         """
         self._settle(shape)
-        return self._followed(shape, splits, ways)
+        return self._traced(shape, splits, variants)
 
     def _settle(self, shape: StepShape) -> None:
         if shape.arrangement == "eval" or self._with_gradient is not None:
@@ -199,16 +199,16 @@ class Tracer:
                 "No parameter of the model gets a gradient, so the loss does not come from the model's outputs. "
                 "In compute_loss, call the model that is passed, not one from outside.",
             )
-        self._kept[first] = found
+        self._traces[first] = found
         self._has_settled = True
 
     def _run(self, shape: StepShape) -> Trace:
-        return self._followed(shape)[0][0]
+        return self._traced(shape)[0][0]
 
-    def _followed(
-        self, shape: StepShape, resized: Sequence[tuple[int, ...]] = (), ways: Sequence[Way] = ("plain",)
+    def _traced(
+        self, shape: StepShape, resized: Sequence[tuple[int, ...]] = (), variants: Sequence[Variant] = ("plain",)
     ) -> list[list[Trace]]:
-        recorder = OpRecorder(sum(shape.splits[0]), keeps_calls=bool(resized) or len(ways) > 1)
+        recorder = OpRecorder(sum(shape.splits[0]), keeps_calls=bool(resized) or len(variants) > 1)
         begun_at = 0
 
         def mark(phase: str) -> None:
@@ -218,7 +218,7 @@ class Tracer:
             for kind, tensors in self.trainee.held().items():
                 for tensor in tensors:
                     tracker.classify(tensor, kind)
-            if phase == "update" and not self._kept:
+            if phase == "update" and not self._traces:
                 self._note_gradients()
 
         held: list[nn.Parameter] = (self._with_gradient or []) if shape.accumulates else []
@@ -232,7 +232,7 @@ class Tracer:
         )
         functions = CudaFunctions(self.kernels or GpuKernels()) if self._has_cuda_functions else None
         with (
-            kept_rng(),
+            preserved_rng(),
             held_interrupts() if self.fake else nullcontext(),
             _without_collector(),
             # When a fake tensor fails, torch logs pages, which would hide the error of two lines.
@@ -253,30 +253,30 @@ class Tracer:
         _log.debug("traced %s: %s", shape, ", ".join(map(size_text, peaks)))
         self.norms_over_samples |= recorder.norms_over_samples
         splits = (shape.splits[0], *resized)
-        return self._traces_of(shape, splits, ways, tracker, recorder, begun_at)
+        return self._traces_of(shape, splits, variants, tracker, recorder, begun_at)
 
     def _traces_of(
         self,
         shape: StepShape,
         splits: Sequence[tuple[int, ...]],
-        ways: Sequence[Way],
+        variants: Sequence[Variant],
         tracker: TraceTracker,
         recorder: OpRecorder,
         begun_at: int,
     ) -> list[list[Trace]]:
         parts = [_parts_of(tracker, device) for device in range(len(splits[0]))]
-        buckets = bucket_bytes(self.trainee) if "bucketed" in ways else 0
+        buckets = bucket_bytes(self.trainee) if "bucketed" in variants else 0
         found: list[list[Trace]] = []
-        for way in ways:
-            entries = entries_of(tracker, way, begun_at, buckets)
+        for variant in variants:
+            entries = entries_of(tracker, variant, begun_at, buckets)
             found.append([])
             for split in splits:
                 size = resizer(splits[0], split)
                 others = tuple(
                     BoundedEntry(kind, device, size(nbytes), limits) for kind, device, nbytes, limits in entries
                 )
-                is_own = way == "plain" and split == splits[0]
-                found[-1].append(_trace_of(shape, parts if is_own else (), others, recorder.phases(size, way)))
+                is_own = variant == "plain" and split == splits[0]
+                found[-1].append(_trace_of(shape, parts if is_own else (), others, recorder.phases(size, variant)))
         return found
 
     def _updated(self, tracker: TraceTracker, recorder: OpRecorder) -> None:
@@ -326,7 +326,7 @@ class Tracer:
         if not takes_loss_itself(self.workload) or not self.runs:
             return None
         with (
-            kept_rng(),
+            preserved_rng(),
             self.trainee.making,
             torch.no_grad(),
             TraceTracker(1, data_dependent=self.data_dependent),
@@ -404,7 +404,7 @@ def make_tracer(workload: Workload, *, like_gpu: bool, kernels: GpuKernels | Non
     """
     shape = StepShape(((workload.sample_batch_size,),))
     kernels = (kernels or GpuKernels()) if like_gpu else None
-    failure = _followed_fake(workload, shape, like_gpu=like_gpu, kernels=kernels)
+    failure = _traced_fake(workload, shape, like_gpu=like_gpu, kernels=kernels)
     has_meta = any(p.is_meta for module in modules_of(workload) for p in module.parameters())
     has_values = not (mode_of(workload) or has_meta)
     if has_values and like_gpu and needs_values(failure.data_dependent if isinstance(failure, Tracer) else failure):
@@ -424,7 +424,7 @@ def make_tracer(workload: Workload, *, like_gpu: bool, kernels: GpuKernels | Non
     )
 
 
-def _followed_fake(workload: Workload, shape: StepShape, **options: Any) -> Tracer | Exception:
+def _traced_fake(workload: Workload, shape: StepShape, **options: Any) -> Tracer | Exception:
     try:
         return _traced_once(workload, shape, fake=True, **options)
     except AutosplitError:

@@ -42,7 +42,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem that a layout solves. `tells_apart` and `most_samples_per_s` are those of `Solver`.
+    """The problem that a layout solves. `least_difference` and `most_samples_per_s` are those of `Solver`.
 
     Attributes:
         ceilings: The ceiling of each device, with its memory model.
@@ -60,7 +60,7 @@ class Problem:
     effective_batch_sizes: tuple[int, int] | None
     accumulates: bool
     accumulating: Region | None = None
-    tells_apart: float = LEAST_DIFFERENCE
+    least_difference: float = LEAST_DIFFERENCE
     most_samples_per_s: float = math.inf
 
     @classmethod
@@ -74,7 +74,7 @@ class Problem:
         max_batch_size: int | None,
         accumulates: bool,
         least_batch: int = 1,
-        tells_apart: float = LEAST_DIFFERENCE,
+        least_difference: float = LEAST_DIFFERENCE,
     ) -> Problem:
         """Make the problem from the parts of a plan."""
         ranks = region is None
@@ -82,7 +82,7 @@ class Problem:
             caps = [ceiling.batch_size for ceiling in ceilings]
             given = [n for n in (max_batch_size, *(effective_batch_sizes or ())[1:]) if n is not None]
             region = Region.apart(caps, min([*given, sum(caps)]), least_batch)
-        return cls(cost, ceilings, region, ranks, effective_batch_sizes, accumulates, tells_apart=tells_apart)
+        return cls(cost, ceilings, region, ranks, effective_batch_sizes, accumulates, least_difference=least_difference)
 
     @property
     def step_time(self) -> StepTime:
@@ -99,8 +99,10 @@ class Problem:
         if most is None:
             return None
         space = Space(self.region, self.effective_batch_sizes, most, self.accumulating)
-        solver = Solver(space, self.step_time, tells_apart=self.tells_apart, most_samples_per_s=self.most_samples_per_s)
-        for best in solver.answers():
+        solver = Solver(
+            space, self.step_time, least_difference=self.least_difference, most_samples_per_s=self.most_samples_per_s
+        )
+        for best in solver.ranked():
             steps, rate = best.accumulation_steps, solver.samples_per_s(best)
             return Solution(solver.split_of(best), steps, space.effective_of(best), rate)
         return None
@@ -113,11 +115,11 @@ class Problem:
                 # Find the fastest step of up to one forward per rank, not the smallest batch that is fast enough.
                 sizes = 1, max(1, self._most_of_ranks)
                 problem = replace(self, effective_batch_sizes=sizes, accumulates=False)
-            answer = problem.solve()
-            return 0.0 if answer is None else answer.samples_per_s
+            solution = problem.solve()
+            return 0.0 if solution is None else solution.samples_per_s
         solver = self.solver()
         # Without an effective batch size, the first result is the smallest fast batch, and the second is the fastest.
-        return 0.0 if solver is None else max(map(solver.samples_per_s, solver.answers()[:2]), default=0.0)
+        return 0.0 if solver is None else max(map(solver.samples_per_s, solver.ranked()[:2]), default=0.0)
 
     def solver(self) -> Solver | None:
         """Return the solver of this problem, or None for ranks or if solving would take too long."""
@@ -197,19 +199,19 @@ class Problem:
         return min(self.region.max_batch_size, sum(self.region.ceilings))
 
     def _solved_ranks(self) -> Solution | None:
-        found = [answer for size, total in self._sizes_of_ranks() if self._trains(answer := self._at(size, total))]
+        found = [solution for size, total in self._sizes_of_ranks() if self._trains(solution := self._at(size, total))]
         if not found:
             return None
-        top = max(answer.samples_per_s for answer in found)
-        enough = (1 - self.tells_apart) * top
+        top = max(solution.samples_per_s for solution in found)
+        enough = (1 - self.least_difference) * top
         if self.effective_batch_sizes is None:
             enough = min(KNEE_SHARE * top, self.most_samples_per_s)
 
-        def plainness(answer: Solution) -> tuple[int, bool, int]:
-            batch_size = sum(answer.split)
-            return answer.accumulation_steps, answer.effective_batch_size % batch_size != 0, batch_size
+        def plainness(solution: Solution) -> tuple[int, bool, int]:
+            batch_size = sum(solution.split)
+            return solution.accumulation_steps, solution.effective_batch_size % batch_size != 0, batch_size
 
-        return min((answer for answer in found if answer.samples_per_s >= enough), key=plainness)
+        return min((solution for solution in found if solution.samples_per_s >= enough), key=plainness)
 
     def _sizes_of_ranks(self) -> list[tuple[int, int]]:
         most, least = self._most_of_ranks, len(self.ceilings) * self.region.least_share
@@ -230,9 +232,9 @@ class Problem:
                 found |= {(size, min(size * steps, most_samples)) for size in sizes}
         return sorted(found)
 
-    def _trains(self, answer: Solution) -> bool:
-        last = micro_batch_sizes(answer.effective_batch_size, sum(answer.split))[-1]
-        return not any(0 < share < self.region.least_share for share in short_split(last, answer.split))
+    def _trains(self, solution: Solution) -> bool:
+        last = micro_batch_sizes(solution.effective_batch_size, sum(solution.split))[-1]
+        return not any(0 < share < self.region.least_share for share in short_split(last, solution.split))
 
     def _at(self, batch_size: int, total: int) -> Solution:
         floors = (self.region.least_share,) * len(self.ceilings)

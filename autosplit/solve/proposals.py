@@ -96,8 +96,8 @@ class Proposer:
         noise: float,
     ) -> Configuration | None:
         """Return the untried configuration with the highest prediction of the refitted model, if it promises a gain."""
-        answers = solver.answers()
-        candidates = [c for c in (*answers, *solver.neighbours(configuration_of(best))) if c not in tried]
+        ranked = solver.ranked()
+        candidates = [c for c in (*ranked, *solver.neighbours(configuration_of(best))) if c not in tried]
         candidates = [c for c in candidates if not _hopeless(solver, c, trials)]
         if not candidates:
             return None
@@ -149,7 +149,7 @@ class Proposer:
         return max(near, key=solver.samples_per_s, default=None)
 
     def _smaller(self, trials: Sequence[Trial], tried: set[Configuration]) -> Configuration | None:
-        untried = [c for c in self.solver.answers() if c not in tried and not _hopeless(self.solver, c, trials)]
+        untried = [c for c in self.solver.ranked() if c not in tried and not _hopeless(self.solver, c, trials)]
         return min(untried, key=lambda c: (-c.batch_size, c.gpu0_bsz), default=None)
 
 

@@ -51,7 +51,7 @@ With 0.01, the worst plan on the machines of ``benchmarks/search.py`` is 5.4% sl
 is 2.6% slower.
 """
 
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 WITHIN_REACH = 0.8
 """Minimum predicted samples/s, as a fraction of the best prediction, for a trial with other devices or batch sizes.
@@ -73,8 +73,8 @@ class Solver:
     """Find the configurations of a search space that the time model predicts to be the fastest.
 
     Args:
-        tells_apart: Minimum relevant difference of predicted samples/s, as a fraction. Among configurations that differ
-            by less, the solver chooses the simplest (`Space.plainness`).
+        least_difference: Minimum relevant difference of predicted samples/s, as a fraction. Among configurations that
+            differ by less, the solver chooses the simplest (`Space.plainness`).
         most_samples_per_s: Throughput of the data loader. Without an effective batch size, the solver chooses the
             smallest batch that keeps up with the loader.
     """
@@ -84,12 +84,12 @@ class Solver:
         space: Space,
         step_time: StepTime,
         *,
-        tells_apart: float = LEAST_DIFFERENCE,
+        least_difference: float = LEAST_DIFFERENCE,
         most_samples_per_s: float = math.inf,
     ) -> None:
         self.space = space
         self.step_time = step_time
-        self.tells_apart = tells_apart
+        self.least_difference = least_difference
         self.most_samples_per_s = most_samples_per_s
         # Compute splits with the first fit only. Otherwise trials of one configuration could have different splits.
         self._unfitted = step_time
@@ -104,7 +104,7 @@ class Solver:
             if trial.samples_per_s is not None:
                 splits = self.splits_of(configuration_of(trial), trial.split)
                 measured.append((splits, sum(map(sum, splits)) / trial.samples_per_s))
-        solver = Solver(self.space, self.step_time.refitted(measured), tells_apart=self.tells_apart)
+        solver = Solver(self.space, self.step_time.refitted(measured), least_difference=self.least_difference)
         solver._unfitted, solver._splits, solver._rests = (
             self._unfitted,
             self._splits,
@@ -261,7 +261,7 @@ class Solver:
                 self._splits[key] = fastest_split(batch_size, self.step_time.curves, ceilings, floors)
         return self._splits[key]
 
-    def answers(self) -> list[Configuration]:
+    def ranked(self) -> list[Configuration]:
         """Return the best configuration of each batch size that is tried. The first is the best overall."""
         found = [c for c in (self.fastest_of(n, k) for n, k in self._sizes()) if c is not None and self.holds(c)]
         rates = {c: self.samples_per_s(c) for c in found}
@@ -275,7 +275,7 @@ class Solver:
             enough = min(KNEE_SHARE * rates[ranked[0]], self.most_samples_per_s)
             first = min((c for c in ranked if rates[c] >= enough), key=lambda c: c.batch_size)
         else:
-            near = (c for c in ranked if rates[c] >= (1 - self.tells_apart) * rates[ranked[0]])
+            near = (c for c in ranked if rates[c] >= (1 - self.least_difference) * rates[ranked[0]])
             first = min(near, key=lambda c: (self.space.plainness(c), -rates[c]))
         return [first, *(c for c in ranked if c != first)]
 
@@ -303,10 +303,10 @@ class Solver:
         They are the best configuration, its neighbours, the even split, torch's split, another team and another batch
         size. The last two show errors of the model that trials with one team and one batch size can't show.
         """
-        answers = self.answers()
-        if not answers:
+        ranked = self.ranked()
+        if not ranked:
             return []
-        best = answers[0]
+        best = ranked[0]
         count = 1 + len(self.space.region.replica_ceilings)
         near = max(1, best.gpu0_bsz // 16)
         even = even_split(best.batch_size, count)[0]
@@ -315,19 +315,19 @@ class Solver:
         if self.step_time.adds_up:  # on one CPU, all splits are equally fast
             shares = shares[:1]
         tried = [Configuration(share, best.batch_size, best.accumulation_steps) for share in shares]
-        tried += self._another_team(answers)
+        tried += self._another_team(ranked)
         tried += self._without_first(best)
         any_steps = self.space.effective_batch_sizes is None
-        others = (c for c in answers[1:] if any_steps or c.accumulation_steps != best.accumulation_steps)
+        others = (c for c in ranked[1:] if any_steps or c.accumulation_steps != best.accumulation_steps)
         tried += itertools.islice(others, 1)
-        if self.tells_apart > LEAST_DIFFERENCE and not any_steps:
-            # Predictions from measured times may be wrong by more than `tells_apart`. So also try the simplest.
-            within_reach = WITHIN_REACH * max(map(self.samples_per_s, answers))
-            reachable = (c for c in answers if self.samples_per_s(c) >= within_reach)
+        if self.least_difference > LEAST_DIFFERENCE and not any_steps:
+            # Predictions from measured times may be wrong by more than `least_difference`. So also try the simplest.
+            within_reach = WITHIN_REACH * max(map(self.samples_per_s, ranked))
+            reachable = (c for c in ranked if self.samples_per_s(c) >= within_reach)
             tried.append(min(reachable, key=lambda c: (self.space.plainness(c), -self.samples_per_s(c))))
         return [configuration for configuration in dict.fromkeys(tried) if self.holds(configuration)]
 
-    def _another_team(self, answers: Sequence[Configuration]) -> list[Configuration]:
+    def _another_team(self, ranked: Sequence[Configuration]) -> list[Configuration]:
         """Return the smallest other team that reaches `WITHIN_REACH` of the best, to measure the cost of a device."""
         if self.step_time.adds_up or not self.step_time.leaves_out or not self.space.region.replica_ceilings:
             return []
@@ -335,12 +335,12 @@ class Solver:
         def team(configuration: Configuration) -> list[bool]:
             return [samples > 0 for samples in self.split_of(configuration)[1:]]
 
-        best = answers[0]
+        best = ranked[0]
         within_reach = WITHIN_REACH * self.samples_per_s(best)
         batch_size, steps = best.batch_size, best.accumulation_steps
         teams = self._teams_of(self._ceilings(steps))
         found = [self._of_team(batch_size, steps, teams[i]) for i in spread(0, len(teams) - 1, MOST_TEAMS)]
-        others = [c for c in dict.fromkeys((*found, self._alone(batch_size, steps), *answers)) if c is not None]
+        others = [c for c in dict.fromkeys((*found, self._alone(batch_size, steps), *ranked)) if c is not None]
         others = [c for c in others if team(c) != team(best) and self.samples_per_s(c) >= within_reach]
         return sorted(others, key=lambda c: (sum(team(c)), -self.samples_per_s(c)))[:1]
 
@@ -387,13 +387,13 @@ class Solver:
 
 
 def _best_of(
-    teams: Sequence[tuple[int, ...]], valued: Callable[[tuple[int, ...]], tuple[float, _Answer] | None]
-) -> _Answer | None:
+    teams: Sequence[tuple[int, ...]], valued: Callable[[tuple[int, ...]], tuple[float, _Result] | None]
+) -> _Result | None:
     """Return the result for the smallest team within `TEAMS_APART` of the highest samples/s.
 
     If there are many teams, the search narrows down to teams around the best.
     """
-    found: dict[int, tuple[float, _Answer]] = {}
+    found: dict[int, tuple[float, _Result]] = {}
     low, high = 0, len(teams) - 1
     while True:
         looked_at = spread(low, high, MOST_TEAMS)

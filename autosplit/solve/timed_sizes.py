@@ -69,16 +69,16 @@ def curve_of(timed: Sequence[TimedSize]) -> TimeCurve:
 
 
 def _steadied(timed: Sequence[TimedSize]) -> Sequence[TimedSize]:
-    told = [size for size in timed if size.error_s < size.seconds]  # leave out times that are smaller than their error
-    if len(told) < 3 or not any(size.error_s for size in timed):
+    clear = [size for size in timed if size.error_s < size.seconds]  # leave out times that are smaller than their error
+    if len(clear) < 3 or not any(size.error_s for size in timed):
         return timed
-    line = _line(told)
+    line = _line(clear)
     if line is None:
         return timed
     fixed_s, sample_s = line
-    misses = [(fixed_s + sample_s * size.samples) / size.seconds - 1 for size in told]
-    noise = statistics.fmean((size.error_s / size.seconds) ** 2 for size in told)
-    variance = max(LEAST_LINE_ERROR**2, sum(miss**2 for miss in misses) / (len(told) - 2) - noise)
+    misses = [(fixed_s + sample_s * size.samples) / size.seconds - 1 for size in clear]
+    noise = statistics.fmean((size.error_s / size.seconds) ** 2 for size in clear)
+    variance = max(LEAST_LINE_ERROR**2, sum(miss**2 for miss in misses) / (len(clear) - 2) - noise)
 
     def steadied(size: TimedSize) -> TimedSize:
         own = variance / (variance + (size.error_s / size.seconds) ** 2)

@@ -78,7 +78,7 @@ def best_trial(
     if space.effective_batch_sizes is None:
         near = [trial for trial in rates if rates[trial] >= KNEE_SHARE * rates[top]]
         return min(near, key=lambda trial: (trial.batch_size, -rates[trial], trial.number))
-    near = [trial for trial in rates if rates[trial] >= rates[top] * (1 - told_apart(top, trial))]
+    near = [trial for trial in rates if rates[trial] >= rates[top] * (1 - noticeable_difference(top, trial))]
 
     def plainness(trial: Trial) -> tuple[float, ...]:
         configuration = configuration_of(trial)
@@ -88,6 +88,6 @@ def best_trial(
     return min(near, key=plainness)
 
 
-def told_apart(one: Trial, other: Trial) -> float:
+def noticeable_difference(one: Trial, other: Trial) -> float:
     """Return the minimum relative difference in samples/s that is more than noise for these two trials."""
     return max(LEAST_DIFFERENCE, ERRORS_APART * math.hypot(one.error_share, other.error_share))

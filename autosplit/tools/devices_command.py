@@ -8,24 +8,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autosplit.cli.output import Answer, Manner
+from autosplit.cli.output import CommandResult, Manner
 from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
-from autosplit.cli.terminal import stdout_kept_clean
+from autosplit.cli.terminal import clean_stdout
 from autosplit.text import short_bytes_text, short_name
 from autosplit.tools.inventory import DeviceReport, Devices
 
 
-def devices(_manner: Manner) -> Answer[Devices]:
+def devices(_manner: Manner) -> CommandResult[Devices]:
     """List the GPUs of this machine."""
     from autosplit.devices.catalog import GPUS_VARIABLE, gpu_catalog
     from autosplit.tools.inventory import survey_devices
 
     # NVML and torch may print while they start, and stdout is for the table.
-    with stdout_kept_clean():
+    with clean_stdout():
         found, notes = survey_devices()
     measured = [card for card in gpu_catalog().values() if card.rates != "published"]
     notes = (*notes, *(f"sim:{card.name} has rates {card.rates} ({GPUS_VARIABLE})" for card in measured))
-    return Answer(Devices(found, notes), lambda console: print_devices(found, notes, console))
+    return CommandResult(Devices(found, notes), lambda console: print_devices(found, notes, console))
 
 
 def print_devices(devices: Sequence[DeviceReport], notes: Iterable[str], console: Console) -> None:

@@ -54,7 +54,7 @@ _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat
 _COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 
 
-def examine(devices: str | None = None, *, tell: Callable[[str], None] = lambda _text: None) -> Examination:
+def examine(devices: str | None = None, *, report_stage: Callable[[str], None] = lambda _text: None) -> Examination:
     """Examine this machine. Failures become problems in the result.
 
     Args:
@@ -75,20 +75,20 @@ def examine(devices: str | None = None, *, tell: Callable[[str], None] = lambda 
     places = [torch.device(one.kind, one.index) if is_accelerator(one.kind) else torch.device("cpu") for one in found]
     cards = []
     for device, place in zip(found, places, strict=True):
-        tell(f"{device.label}: matrix products, memory, kernel launches")
+        report_stage(f"{device.label}: matrix products, memory, kernel launches")
         surveyed = next((one for one in reports if (one.kind, one.logical_index) == (device.kind, device.index)), None)
         cards.append(_card_of(device, place, surveyed, nvml))
         problems += _problems_of_rates(cards[-1])
-    tell("copies between the devices")
+    report_stage("copies between the devices")
     copies = [_copy_of(*pair, problems) for pair in permutations(dict.fromkeys(places), 2)]
     collective = None
     if len(set(places)) > 1:
-        tell("the ranks of a job")
+        report_stage("the ranks of a job")
         collective = met(places)
         if collective.failure is not None:
             what = f"the ranks' {collective.backend} collective failed: {collective.failure}"
             problems.append(Problem(what, collective.cure))
-    tell("a small model")
+    report_stage("a small model")
     training = _trained(found, problems)
     return Examination(
         str(torch.__version__),

@@ -7,9 +7,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from autosplit.cli.output import Answer, Manner, Problem, collected, json_text, note
+from autosplit.cli.output import CommandResult, Manner, Problem, collected, json_text, note
 from autosplit.cli.tables import add_row, pairs_table, plain_table, print_bullets, print_plain
-from autosplit.cli.terminal import stdout_kept_clean
+from autosplit.cli.terminal import clean_stdout
 from autosplit.devices.catalog import GPUS_VARIABLE
 from autosplit.errors import shown
 from autosplit.files import write_for_all
@@ -19,7 +19,7 @@ from autosplit.tools.examination import Examination
 
 def doctor(
     manner: Manner, *, devices: str | None = None, save: str | None = None, share: str | None = None
-) -> Answer[Examination]:
+) -> CommandResult[Examination]:
     """Diagnose this machine.
 
     If `save` is a file, write the speed of the GPUs to it. If `share` is a file, write the results for docs/results.
@@ -27,8 +27,8 @@ def doctor(
     from autosplit.tools.doctor import examine
     from autosplit.tools.examination import cards_toml, shared_result
 
-    with stdout_kept_clean():
-        found = examine(devices, tell=lambda text: note(f"looking at {text}", manner))
+    with clean_stdout():
+        found = examine(devices, report_stage=lambda text: note(f"looking at {text}", manner))
     problems: list[Problem] = []
     if save is not None:
         with collected(problems):
@@ -39,7 +39,7 @@ def doctor(
             write_for_all(Path(share), json_text(shared_result(found)) + "\n", f"--share {shown(share)}")
             text = f"wrote {share}. The file contains nothing that identifies you. To contribute it, add it to"
             note(f"{text} docs/results in a pull request.", manner)
-    return Answer(found, lambda console: _print(found, console), problems)
+    return CommandResult(found, lambda console: _print(found, console), problems)
 
 
 def _print(found: Examination, console: Console) -> None:

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from autosplit.ddp.device import exchange_device, told_by_all
+from autosplit.ddp.device import exchange_device, gathered_objects
 from autosplit.ddp.rank_model import refuse_options
 from autosplit.ddp.sharded_tensors import holds_shards
 from autosplit.errors import InputError
@@ -152,7 +152,7 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 def _compare(model: nn.Module) -> None:
     own = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors_of(model).items()]
-    everyones = told_by_all(own)
+    everyones = gathered_objects(own)
     others = [str(rank) for rank, theirs in enumerate(everyones) if theirs != everyones[0]]
     if others:
         raise InputError(

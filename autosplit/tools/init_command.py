@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from autosplit.cli.output import Answer, Manner, progress
+from autosplit.cli.output import CommandResult, Manner, progress
 from autosplit.tools.starting_workload import StartingWorkload, write_workload
 
 
@@ -15,7 +15,7 @@ def init(
     input_: tuple[int, ...] | None = None,
     output: str | None = None,
     force: bool = False,
-) -> Answer[StartingWorkload]:
+) -> CommandResult[StartingWorkload]:
     """Write a workload file. The answer has the guessed sample batch and the next command."""
     with progress(manner):
         written = write_workload(spec, shape=input_, output=output, force=force)
@@ -26,4 +26,4 @@ def init(
     lines = [f"wrote {written.path}", "", *(f"{name:<9}{text}" for name, text in rows.items()), ""]
     guess = ["next  replace the guessed sample batch with a batch of your data, then run", f"      {command}"]
     lines += guess if written.is_guess else [f"next  {command}"]
-    return Answer(written, "\n".join(lines) + "\n")
+    return CommandResult(written, "\n".join(lines) + "\n")

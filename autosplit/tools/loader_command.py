@@ -6,22 +6,22 @@ from typing import Any
 
 from rich.console import Console
 
-from autosplit.cli.output import Answer, Manner
+from autosplit.cli.output import CommandResult, Manner
 from autosplit.cli.tables import add_row, pairs_table, plain_table, print_bullets, print_plain
-from autosplit.cli.terminal import stdout_kept_clean
+from autosplit.cli.terminal import clean_stdout
 from autosplit.cli.workload_arguments import users_errors
 from autosplit.text import ms_text, rate_text
 from autosplit.tools.loader_result import MeasuredLoader
 
 
-def loader(_manner: Manner, *, spec: str, **keywords: Any) -> Answer[MeasuredLoader]:
+def loader(_manner: Manner, *, spec: str, **keywords: Any) -> CommandResult[MeasuredLoader]:
     """Measure the DataLoader of a file."""
     from autosplit.tools.loader_speed import measure_loader
     from autosplit.workload.from_file import load_loader
 
-    with stdout_kept_clean(), users_errors(spec):
+    with clean_stdout(), users_errors(spec):
         found = measure_loader(load_loader(spec), **keywords)
-    return Answer(found, lambda console: _print(found, console))
+    return CommandResult(found, lambda console: _print(found, console))
 
 
 def _print(found: MeasuredLoader, console: Console) -> None:

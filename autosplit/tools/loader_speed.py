@@ -22,7 +22,7 @@ from autosplit.devices.host_memory import available_host_bytes
 from autosplit.errors import InputError, from_user_code, one_line
 from autosplit.notes import Note
 from autosplit.plan.loader_settings import LoaderSettings
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.solve.split import whole_number
 from autosplit.tools.loader_result import MeasuredLoader, TimedLoader
 from autosplit.torch_versions import private
@@ -88,7 +88,7 @@ def measure_loader(
     ends_s = time.monotonic() + time_limit_s
     cores = _cores()
     dataset, notes = _copied(loader.dataset)
-    with kept_rng(generators_of(loader)):
+    with preserved_rng(generators_of(loader)):
         batches, first_rate = _first_pass(loader, dataset)
         free_bytes = available_host_bytes() // processes
         used: dict[int, int] = {}
@@ -361,24 +361,24 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.kept: list[Any] = []
+        self.values: list[Any] = []
 
     def persistent_id(self, value: Any) -> int | None:
         array = type(value).__module__ == "numpy" and type(value).__name__ in ("ndarray", "memmap")
         atoms = (torch.Tensor, type, types.FunctionType, types.ModuleType, bytes, str)
         if not array and not isinstance(value, atoms):
             return None
-        self.kept.append(value)
-        return len(self.kept) - 1
+        self.values.append(value)
+        return len(self.values) - 1
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO, values: list[Any]) -> None:
         super().__init__(file)
-        self.kept = kept
+        self.values = values
 
     def persistent_load(self, number: int) -> Any:
-        return self.kept[number]
+        return self.values[number]
 
 
 def _copied(dataset: Any) -> tuple[Any, list[Note]]:
@@ -388,7 +388,7 @@ def _copied(dataset: Any) -> tuple[Any, list[Note]]:
     try:
         pickler.dump(dataset)
         file.seek(0)
-        return _Unpickler(file, pickler.kept).load(), []
+        return _Unpickler(file, pickler.values).load(), []
     except Exception as error:  # noqa: BLE001  # parts of the data set may raise anything
         text = (
             f"autosplit can't copy the data set ({one_line(error)}), so the measurement may change its caches and "

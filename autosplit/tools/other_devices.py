@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from autosplit.ddp.device import told_by_all
+from autosplit.ddp.device import gathered_objects
 from autosplit.ddp.rendezvous import Place
 from autosplit.devices.accelerator import visible_devices
 from autosplit.errors import DeviceError, PlanError
@@ -63,7 +63,7 @@ def own_device(plan: Plan, place: Place) -> RankDevice:
 def devices_of_job(own: RankDevice, place: Place, store: Any) -> list[RankDevice]:
     """Return every rank's device. Exchange them through the store, or through an existing process group."""
     if store is None:
-        return told_by_all(own)
+        return gathered_objects(own)
     store.set(f"device/{place.rank}", json.dumps(asdict(own)))
     return [RankDevice(**json.loads(store.get(f"device/{rank}"))) for rank in range(place.world_size)]
 

@@ -155,7 +155,7 @@ def shares_of(plan: LengthPlan, num_samples: int, longest: int, split: Sequence[
     return most if num_samples == sum(most) else proportional_split(num_samples, most, most)
 
 
-def foretold(
+def predicted_lengths(
     points: tuple[LengthPoint, ...], lengths: Sequence[int], split: Sequence[int], effective_batch_size: int | None
 ) -> LengthPlan:
     """Predict the gain of batches with similar lengths over batches of one size, for an epoch in random order.
@@ -169,12 +169,12 @@ def foretold(
     alike = [batch for step in cut_epoch(plan, lengths, order, split, effective_batch_size) for batch in step]
     tokens = sum(lengths[sample] for sample in order)
 
-    def told(batches: Batches) -> tuple[float, float]:
+    def rate_and_padding(batches: Batches) -> tuple[float, float]:
         longest = [max(lengths[sample] for sample in batch) for batch in batches]
         sizes = zip(batches, longest, strict=True)
         seconds = sum(plan.batch_seconds(len(batch), length, sum(split)) for batch, length in sizes)
         padded = sum(len(batch) * length for batch, length in zip(batches, longest, strict=True))
         return len(order) / seconds, 1 - tokens / padded
 
-    (rate, padding), (fixed_rate, fixed_padding) = told(alike), told(fixed)
+    (rate, padding), (fixed_rate, fixed_padding) = rate_and_padding(alike), rate_and_padding(fixed)
     return LengthPlan(points, rate, fixed_rate, padding, fixed_padding)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 
 from autosplit.cli.named_plan import named_or_newest
-from autosplit.cli.output import Answer, Manner, Place, note
+from autosplit.cli.output import CommandResult, Manner, Place, note
 from autosplit.errors import InputError
 
 
 def report(
     manner: Manner, *, which: str | None = None, output: str = "report.html", force: bool = False
-) -> Answer[Place] | int:
+) -> CommandResult[Place] | int:
     """Write a plan's page to a file or to stdout."""
     from autosplit.tools.report_page import check_page, page_of, write_page
 
@@ -28,4 +28,4 @@ def report(
     write_page(plan, output, force=force)
     if not manner.json:
         note(f"wrote {output}", manner)
-    return Answer(Place(output))
+    return CommandResult(Place(output))

@@ -150,11 +150,11 @@ class SlowRanks(StepListener):
     def _exchange(self, plan: Plan, effective_batch_size: int) -> None:
         window, place = divmod(self._steps, WINDOW)
         if window and place == 0:
-            self._tell(window)
+            self._publish(window)
         elif window and place == WINDOW // 2 and self._rank == 0:
             self._judge(window, plan, effective_batch_size)
 
-    def _tell(self, window: int) -> None:
+    def _publish(self, window: int) -> None:
         means = [sum(column) / len(self._times) for column in zip(*self._times, strict=True)]
         self._times.clear()
         key = f"times/{self._rank}"
@@ -163,9 +163,9 @@ class SlowRanks(StepListener):
 
     def _judge(self, window: int, plan: Plan, effective_batch_size: int) -> None:
         keys = [f"times/{rank}" for rank in range(self._world_size)]
-        told = [json.loads(self.store.get(key)) for key in keys] if self.store.check(keys) else []
-        if told and all(len(one) == 4 and one[0] == window for one in told):
-            own_s, loaded_s, step_s = (list(column) for column in list(zip(*told, strict=True))[1:])
+        times = [json.loads(self.store.get(key)) for key in keys] if self.store.check(keys) else []
+        if times and all(len(one) == 4 and one[0] == window for one in times):
+            own_s, loaded_s, step_s = (list(column) for column in list(zip(*times, strict=True))[1:])
             text = _complaint(plan, effective_batch_size, own_s, loaded_s, max(step_s))
             if text is not None:
                 self._warn(plan, f"{text} {_advice(own_s, loaded_s)}")

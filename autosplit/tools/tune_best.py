@@ -22,7 +22,7 @@ from autosplit.runtime.prepare import Source, workload_source
 from autosplit.text import rate_text
 from autosplit.tools.precision import native_ones, precision_list, without_bf16
 from autosplit.tuning.keywords import refuse_unknown
-from autosplit.tuning.progress import Progress, heard_by, onward, part_of
+from autosplit.tuning.progress import Progress, onward, part_of, progress_listener
 from autosplit.tuning.tune import TuningInterrupted, quiet, request_for, tune, tuned, warned
 from autosplit.workload.checkpointing import AUTO, Checkpointing
 from autosplit.workload.workload import Workload
@@ -127,13 +127,13 @@ def tune_best(
     names = [_name_of(*variant, len(precisions), len(layers)) for variant in variants]
     plans: dict[str, Plan] = {}
     misfits: list[DoesNotFitError] = []
-    with heard_by(progress) as heard:
-        tell = onward(heard or quiet)
+    with progress_listener(progress) as listener:
+        listen = onward(listener or quiet)
         for number, name in enumerate(names):
             timed = replace(request, deadline=request.deadline.part(len(names) - number))
-            told = tell if len(names) == 1 else part_of(tell, number, len(names), name)
+            part_listener = listen if len(names) == 1 else part_of(listen, number, len(names), name)
             try:
-                plans[name] = tuned(timed, partial(_source, sources[number]), told, isolate=isolate)
+                plans[name] = tuned(timed, partial(_source, sources[number]), part_listener, isolate=isolate)
             except TuningInterrupted as interrupted:
                 raise _interrupted(plans, name, interrupted.plan) from None
             except DoesNotFitError as misfit:  # other variants may fit

@@ -25,11 +25,11 @@ from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.protocol import StepShape
 from autosplit.solve.length_plan import LengthPoint, scaled
 from autosplit.solve.memory import largest_fitting
-from autosplit.tools.padded_length import checked_lengths, foretold, lengths_to_tune
+from autosplit.tools.padded_length import checked_lengths, lengths_to_tune, predicted_lengths
 from autosplit.tools.sequence_length import at_length
 from autosplit.tuning.keywords import refuse_unknown
 from autosplit.tuning.process import Process, Processes, drive
-from autosplit.tuning.progress import Progress, heard_by, onward
+from autosplit.tuning.progress import Progress, onward, progress_listener
 from autosplit.tuning.run import TRIAL_BUDGET_S
 from autosplit.tuning.tune import (
     Tuning,
@@ -111,9 +111,9 @@ def tune_lengths(
             at_length(source, tried[number]) if isinstance(source, Workload) else partial(_built, source, tried[number])
         )
 
-    with process_for(request, source_of, isolate=isolate) as process, heard_by(progress) as heard:
-        tell = onward(heard or quiet)
-        plan = drive(process, lambda processes: _tuned(Tuning(processes, process.job.request, tell), numbers))
+    with process_for(request, source_of, isolate=isolate) as process, progress_listener(progress) as listener:
+        listen = onward(listener or quiet)
+        plan = drive(process, lambda processes: _tuned(Tuning(processes, process.job.request, listen), numbers))
     return warned(plan)
 
 
@@ -157,7 +157,7 @@ def _with_lengths(
     lengths: Sequence[int],
     request: Request,
     processes: Processes,
-    tell: Callable[[Progress], None],
+    listen: Callable[[Progress], None],
 ) -> Plan:
     """Add measurements for samples of different lengths to a plan, and save them in its profile.
 
@@ -171,9 +171,9 @@ def _with_lengths(
     known = () if plan.lengths is None else plan.lengths.points
     notes: tuple[Note, ...] = ()
     if [point.length for point in known[: len(tried)]] != [*tried]:
-        known, notes = _points(plan, tried, request, processes, tell)
+        known, notes = _points(plan, tried, request, processes, listen)
     effective = plan.effective_batch_size if plan.effective_batch_sizes is not None else None
-    found = foretold(known, lengths, plan.split, effective)
+    found = predicted_lengths(known, lengths, plan.split, effective)
     return with_notes(plan if found == plan.lengths else processes.amended(plan, lengths=found), last=notes)
 
 
@@ -182,7 +182,7 @@ def _points(
     tried: Sequence[int],
     request: Request,
     processes: Processes,
-    tell: Callable[[Progress], None],
+    listen: Callable[[Progress], None],
 ) -> tuple[tuple[LengthPoint, ...], tuple[Note, ...]]:
     points = [LengthPoint(tried[0], 1.0, plan.samples_per_s, plan.samples_per_s)]
     notes: list[Note] = []
@@ -192,16 +192,16 @@ def _points(
     for number, length in enumerate(tried):
         most = _most(plan, tried[0] / length)
 
-        def told(part: Progress, number: int = number, length: int = length) -> None:
+        def part_listener(part: Progress, number: int = number, length: int = length) -> None:
             message = f"samples of length {length}, {number + 1} of {len(tried)}: {part.message}"
-            tell(replace(part, stage="lengths", message=message, fraction=(number + part.fraction) / len(tried)))
+            listen(replace(part, stage="lengths", message=message, fraction=(number + part.fraction) / len(tried)))
 
-        told(Progress("lengths", "building the model", 0.0))
+        part_listener(Progress("lengths", "building the model", 0.0))
         processes.ask(Process.build, number)
         try:
             # Also search beyond the effective batch size, because `max_tokens` limits tokens per device.
             processes.prepare(replace(request, max_batch_size=most, effective_batch_sizes=None), key)
-            processes.own.prober.report = lambda message, told=told: told(Progress("lengths", message, 0.5))  # type: ignore[misc]
+            processes.own.prober.report = lambda text, to=part_listener: to(Progress("lengths", text, 0.5))  # type: ignore[misc]
             found = _looked_at(plan, processes, full, samples, most, is_first=not number)
         except UserCodeError as error:
             if processes.job.has_peers:

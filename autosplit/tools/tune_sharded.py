@@ -35,7 +35,7 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.record import with_notes
 from autosplit.plan.torchrun import required_ranks
 from autosplit.profiles.key import machine_of
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.runtime.live_tensors import untouched
 from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.protocol import StepShape
@@ -259,7 +259,7 @@ def _activations(source: Source, devices: Sequence[Device], plan: Plan) -> Itera
 def _traced(source: Source, devices: Sequence[Device]) -> Iterator[tuple[Callable[[int, int, int], int], int]]:
     """Yield a function that returns a rank's peak for samples and forwards, and the bytes of parameters and buckets."""
     with ExitStack() as closing:
-        closing.enter_context(kept_rng())
+        closing.enter_context(preserved_rng())
         built = build_simulated(source)
         closing.enter_context(untouched(built.workload))
         traced = traced_workload(built, devices, closing)

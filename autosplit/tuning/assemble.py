@@ -126,7 +126,7 @@ def solved_ranks(
         max_batch_size=request.largest_batch,
         accumulates=may_accumulate,
         least_batch=least_batch,
-        tells_apart=LEAST_DIFFERENCE if request.simulated else LEAST_MEASURED_DIFFERENCE,
+        least_difference=LEAST_DIFFERENCE if request.simulated else LEAST_MEASURED_DIFFERENCE,
     )
     answer = problem.solve()
     if answer is None:

@@ -30,7 +30,7 @@ class Limits:
     Attributes:
         primary: Device 0's ceiling if the other devices have no samples.
         replicas: The other devices' ceilings as replicas.
-        primary_kept: Like `primary`, in steps of several micro-steps. Set only if there are no replicas.
+        primary_accumulating: Like `primary`, in steps of several micro-steps. Set only if there are no replicas.
         kept: Like `replicas`, in steps of several micro-steps.
         plain_cpu_curve: The times of a CPU without a budget. They limit its ceiling.
     """
@@ -42,7 +42,7 @@ class Limits:
         self.capacities_bytes = self.prober.worker.capacities_bytes
         self.primary: Ceiling | None = None
         self.replicas: tuple[Ceiling, ...] = ()
-        self.primary_kept: Ceiling | None = None
+        self.primary_accumulating: Ceiling | None = None
         self.kept: tuple[Ceiling, ...] | None = None
         self.plain_cpu_curve: TimeCurve | None = None
 
@@ -102,18 +102,18 @@ class Limits:
         return self.kept
 
     def _keep_alone(self) -> Ceiling:
-        if self.primary_kept is None:
-            self.primary_kept = alone = self._measured_primary
+        if self.primary_accumulating is None:
+            self.primary_accumulating = alone = self._measured_primary
             if alone.batch_size and self.prober.evidence != "time":
-                self.primary_kept = self._ceiling(0, "primary", accumulates=True, start=alone.batch_size)
-        return self.primary_kept
+                self.primary_accumulating = self._ceiling(0, "primary", accumulates=True, start=alone.batch_size)
+        return self.primary_accumulating
 
     @property
     def _measured_primary(self) -> Ceiling:
         assert self.primary is not None, "`primary` is measured first"
         return self.primary
 
-    def _kept_ceiling(self, alone: int) -> int:
+    def _accumulating_ceiling(self, alone: int) -> int:
         """Predict device 0's ceiling in a step of several micro-steps, if the other devices have no samples."""
         if alone == 0:
             return 0
@@ -159,11 +159,11 @@ class Limits:
         if not self._waits or space.accumulating is not None or space.max_steps == 1:
             return space
         solver = Solver(space, step_time)
-        answers = solver.answers()
-        several = next((c for c in answers if c.accumulation_steps > 1), None)
+        ranked = solver.ranked()
+        several = next((c for c in ranked if c.accumulation_steps > 1), None)
         if several is None:
             return space
-        promise = solver.samples_per_s(several) / solver.samples_per_s(answers[0])
+        promise = solver.samples_per_s(several) / solver.samples_per_s(ranked[0])
         if promise < (1.0 if self.prober.evidence == "steps" else WITHIN_REACH):
             return replace(space, max_steps=1)
         region = self._predicted_region_of_several(space.region)
@@ -189,11 +189,11 @@ class Limits:
         if not self.replicas:
             kept = self._keep_alone()
             return self._region_of(MemoryFit(kept.fixed_bytes, kept.bytes_per_sample), kept.batch_size, ())
-        others, alone = self._keep_replicas(), self._kept_ceiling(self._measured_primary.batch_size)
+        others, alone = self._keep_replicas(), self._accumulating_ceiling(self._measured_primary.batch_size)
         return self._region_of(self._plane_beside(alone, others, accumulates=True), alone, others)
 
     def _predicted_region_of_several(self, region: Region) -> Region:
-        primary = self._kept_ceiling(region.primary_ceiling)
+        primary = self._accumulating_ceiling(region.primary_ceiling)
         if not self.replicas:
             return replace(region, primary_ceiling=primary)
         found: dict[tuple[str, int, int], int] = {}

@@ -112,7 +112,7 @@ def measure(
 
 
 def _measured(
-    processes: Processes, split: Any, accumulation_steps: int, tell: Callable[[Progress], None]
+    processes: Processes, split: Any, accumulation_steps: int, listener: Callable[[Progress], None]
 ) -> MeasuredStep:
     job = processes.job
     processes.ask(Process.build)
@@ -120,7 +120,7 @@ def _measured(
     most = sum(asked.split)
     key = ProfileKey(job.machine, {}, {})
     request, notes = processes.prepare(replace(job.request, max_batch_size=most), key)
-    run = Run.of(processes, request, key, tell, notes)
+    run = Run.of(processes, request, key, listener, notes)
     run.report.stage = "times"
     _refuse_untrainable(asked, run.prober)
     if job.has_peers:

@@ -67,7 +67,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class _Told(Generic[T]):
+class _Message(Generic[T]):
     value: T | None
     failure: Failure | None
 
@@ -178,9 +178,9 @@ class Peers:
     def ordered(self, order: Any) -> Any:
         """Return rank 0's order on every rank. Afterwards, `take_interrupt` returns the same on every rank."""
         self.orders += 1
-        told = self.gathered((order, self.interrupts.came))
-        self._came = any(came for _, came in told)
-        return told[0][0]
+        messages = self.gathered((order, self.interrupts.came))
+        self._came = any(came for _, came in messages)
+        return messages[0][0]
 
     def take_interrupt(self) -> bool:
         """Return True once if the last order reported Ctrl-C."""
@@ -212,9 +212,9 @@ class Peers:
 
     def answers(self, run: Callable[[], T]) -> list[T]:
         """Call a function on every rank like `all_run`. If it raises, the ranks stay connected and can continue."""
-        told, own = self._exchanged(run)
-        self._raise_first(told, own)
-        return [one.value for one in told]  # type: ignore[misc]
+        messages, own = self._exchanged(run)
+        self._raise_first(messages, own)
+        return [one.value for one in messages]  # type: ignore[misc]
 
     def all_try(self, run: Callable[[], T], *, cut: Callable[[], None] | None = None) -> list[T] | Failure:
         """Call a function on every rank that may run out of memory.
@@ -227,16 +227,16 @@ class Peers:
                 return [run()]
             except OutOfMemoryError as error:
                 return replace(self.failure(error), message=one_line(error))
-        told, own = self._exchanged(run, cut)
-        short = next((one.failure for one in told if one.failure is not None and one.failure.lacks_memory), None)
+        messages, own = self._exchanged(run, cut)
+        short = next((one.failure for one in messages if one.failure is not None and one.failure.lacks_memory), None)
         if short is not None:
             return short
-        self._raise_first(told, own)
-        return [one.value for one in told]  # type: ignore[misc]
+        self._raise_first(messages, own)
+        return [one.value for one in messages]  # type: ignore[misc]
 
-    def _raise_first(self, told: list[_Told[T]], own: BaseException | None) -> None:
+    def _raise_first(self, messages: list[_Message[T]], own: BaseException | None) -> None:
         """Raise this rank's own error, or an error for the rank that failed. A rank that only waited did not fail."""
-        failures = [one.failure for one in told if one.failure is not None]
+        failures = [one.failure for one in messages if one.failure is not None]
         causes = [failure for failure in failures if not failure.waited] or failures
         if own is not None and any(cause.rank == self.rank for cause in causes):
             raise own
@@ -245,7 +245,7 @@ class Peers:
 
     def _exchanged(
         self, run: Callable[[], T], cut: Callable[[], None] | None = None
-    ) -> tuple[list[_Told[T]], BaseException | None]:
+    ) -> tuple[list[_Message[T]], BaseException | None]:
         value: T | None = None
         own: BaseException | None = None
         failure: Failure | None = None
@@ -261,7 +261,7 @@ class Peers:
                 else error
             )
             failure = replace(self.failure(own), waited=waited)
-        return self.gathered(_Told(value, failure)), own
+        return self.gathered(_Message(value, failure)), own
 
     def part(self) -> None:
         """Wait until every rank has read the last message. All ranks call this before they leave.

@@ -29,7 +29,7 @@ from autosplit.probe.prober import Prober
 from autosplit.probe.request import Deadline, Request
 from autosplit.profiles import store as profiles
 from autosplit.profiles.key import ProfileKey, workload_of
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.runtime.encoded_error import decoded, encoded
 from autosplit.runtime.live_tensors import untouched
 from autosplit.runtime.prepare import Built, Prepared, Source, build, prepare
@@ -128,7 +128,7 @@ class Process(AbstractContextManager["Process"]):
         self.steps = None
         for name in ("built", "prepared", "prober"):  # Free the previous copy before the next copy is made.
             self.__dict__.pop(name, None)
-        self._closing.enter_context(kept_rng())
+        self._closing.enter_context(preserved_rng())
         self.built = build(source, self.job.devices)
         self._closing.enter_context(untouched(self.built.workload))
 

@@ -121,7 +121,7 @@ class Reporter:
     ) -> None:
         self.stage = "ceilings"
         self.rates: list[float | None] = []
-        self._tell, self._counts = tell, counts
+        self._listener, self._counts = tell, counts
         self._num_devices, self._n_trials = num_devices, n_trials
         self._reports: Counter[str] = Counter()  # Number of reports by stage.
 
@@ -135,7 +135,7 @@ class Reporter:
     def begin(self, stage: str, message: str, done_share: float = 0.0) -> None:
         """Report a stage, of which a fraction is done."""
         best = max((rate for rate in self.rates if rate is not None), default=None)
-        self._tell(Progress(stage, message, fraction_of(stage, done_share), *self._counts(), best))
+        self._listener(Progress(stage, message, fraction_of(stage, done_share), *self._counts(), best))
 
     def trial(self) -> None:
         """Report the next trial."""
@@ -160,22 +160,24 @@ def part_of(progress: Callable[[Progress], None], number: int, count: int, name:
 
 
 @contextlib.contextmanager
-def heard_by(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[Progress], None] | None]:
+def progress_listener(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[Progress], None] | None]:
     """Yield the function that shows the progress: `progress`, a bar in a notebook, a line on a terminal, or None."""
     if progress is not None and not callable(progress):
         raise InputError(
             f"progress is {progress!r}. Expected a function that takes a Progress. Pass a function, or leave progress "
             "out.",
         )
-    heard = progress or notebook_bar()
+    listener = progress or notebook_bar()
     is_terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    if heard is None and is_terminal and os.environ.get("RANK", "0") == "0":  # Only such a terminal can clear a line.
+    if (
+        listener is None and is_terminal and os.environ.get("RANK", "0") == "0"
+    ):  # Only such a terminal can clear a line.
         try:
             yield _now_and_then(_draw_line, at_once=False)
         finally:
             _write_line("")
     else:
-        yield heard
+        yield listener
 
 
 def _now_and_then(draw: Callable[[Progress, str], None], *, at_once: bool) -> Callable[[Progress], None]:

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.failure import abort_group
 from autosplit.oom import OutOfMemoryError, is_oom
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.runtime.accelerator import pinned
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import Measurement, StepShape, Worker
@@ -92,7 +92,7 @@ class RankSteps:
         """
         run = tuple(max(1, size) for size in sizes)
         self._batches.clear()
-        with kept_rng():
+        with preserved_rng():
             # On a CPU, the tracker counts the memory of a step without DDP wrappers.
             unfit = None if self.device.type == "cpu" else self._prepared()
             peaks = unfit or self._try(lambda: self._dry(run))

@@ -67,7 +67,7 @@ def survey_ranks(run: Run) -> Survey:
     options = DdpOptions(find_unused_parameters=any(rank.leaves_unused for rank in ranks))
     run.processes.ask(Process.begin_steps, options)
     step_time = _step_time(run, ranks, max(run.processes.ask(_all_reduce_seconds)))
-    solver = Solver(_space(run, ranks, least_batch), step_time, tells_apart=LEAST_MEASURED_DIFFERENCE)
+    solver = Solver(_space(run, ranks, least_batch), step_time, least_difference=LEAST_MEASURED_DIFFERENCE)
     return Survey(tuple(rank.ceiling for rank in ranks), step_time, least_batch, options, solver, patience=PATIENCE)
 
 

@@ -50,12 +50,12 @@ class Run:
         processes: Processes,
         request: Request,
         key: ProfileKey,
-        tell: Callable[[Progress], None],
+        listener: Callable[[Progress], None],
         notes: tuple[Note, ...] = (),
     ) -> Run:
         """Begin a run, whose progress goes to `tell`."""
         own = processes.own
-        report = Reporter(tell, own.counted, num_devices=len(own.job.devices), n_trials=request.n_trials)
+        report = Reporter(listener, own.counted, num_devices=len(own.job.devices), n_trials=request.n_trials)
         own.prober.report = report
         return cls(processes, request, key, report, [*notes])
 

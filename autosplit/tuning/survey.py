@@ -55,7 +55,7 @@ def survey_split(run: Run) -> Survey:
     solver = Solver(
         limits.with_several(space, step_time),
         step_time,
-        tells_apart=LEAST_DIFFERENCE if exact else LEAST_MEASURED_DIFFERENCE,
+        least_difference=LEAST_DIFFERENCE if exact else LEAST_MEASURED_DIFFERENCE,
     )
     # With exact times, or if all splits are equally fast, more trials would only find noise.
     patience = EXACT_PATIENCE if exact or prober.shares_processor else PATIENCE

@@ -37,7 +37,7 @@ from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.tuning.keywords import suggests_keywords
 from autosplit.tuning.process import Process, Processes, agreed, alone, drive
-from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward
+from autosplit.tuning.progress import Progress, fraction_of, onward, progress_listener
 from autosplit.tuning.recall import kept, nothing_run, recalled, tried_again
 from autosplit.tuning.run import Run, Survey
 from autosplit.workload.workload import Workload
@@ -192,8 +192,8 @@ def tune(
     def source_of(_number: int) -> Source:
         return workload_source(model_or_workload, sample_batch, described)
 
-    with heard_by(progress) as heard:
-        plan = tuned(request, source_of, onward(heard or quiet), isolate=isolate)
+    with progress_listener(progress) as listener:
+        plan = tuned(request, source_of, onward(listener or quiet), isolate=isolate)
     return warned(plan)
 
 
@@ -228,14 +228,14 @@ def warned(plan: Plan) -> Plan:
 def tuned(
     request: Request,
     source_of: Callable[[int], Source],
-    tell: Callable[[Progress], None],
+    listener: Callable[[Progress], None],
     *,
     isolate: bool = False,
 ) -> Plan:
     """Return the plan of a checked request, on every rank of a job. See `tune`."""
     with process_for(request, source_of, isolate=isolate) as process:
         # Rank 0 runs this function, and the other ranks its orders. The job's request has the devices of all ranks.
-        plan = drive(process, lambda processes: Tuning(processes, process.job.request, tell).plan())
+        plan = drive(process, lambda processes: Tuning(processes, process.job.request, listener).plan())
     # A stored plan may have several lengths, which only `tune_lengths` requests.
     return plan if plan.lengths is None else replaced(plan, lengths=None)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autosplit.devices.transfer import active_placement, transfer
 from autosplit.errors import WorkloadError, users_errors
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.workload.batch_layout import read_batch
 from autosplit.workload.tree import Node, Whole, map_tensors
 
@@ -92,7 +92,7 @@ class MadeBatches:
     def of(cls, make_batch: Callable[[int], Any], dim: int) -> MadeBatches:
         """Make two small batches, and find the sizes that grow with the number of samples."""
         try:
-            with kept_rng():
+            with preserved_rng():
                 few, more = (_sizes_in(make_batch(n), dim) for n in MADE_SIZES)
         except Exception:  # noqa: BLE001  # `make_batch` may not support small batches. A later call shows its error
             return cls((), dim)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from autosplit.errors import WorkloadError
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.workload.batch_layout import read
 from autosplit.workload.tree import Node, map_tensors
 
@@ -40,7 +40,7 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
             f"loader is a {type(loader).__name__}. Expected an iterable of batches. Pass a DataLoader.",
         )
     largest, most, drawn = None, (0, 0), 0
-    with kept_rng(generators_of(loader)), _iterating(loader) as iterator:
+    with preserved_rng(generators_of(loader)), _iterating(loader) as iterator:
         for batch in itertools.islice(iterator, batches):
             size = _extent(batch, drawn, dim)
             if size > most:

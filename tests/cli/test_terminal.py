@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from autosplit.cli import terminal as terminals
-from autosplit.cli.terminal import progress_bar, show_stopping, stdout_kept_clean
+from autosplit.cli.terminal import clean_stdout, progress_bar, show_stopping
 from autosplit.tuning.tune import Progress
 
 
@@ -68,7 +68,7 @@ def test_after_ctrl_c_a_bar_says_what_comes_of_it(terminal, monkeypatch, columns
 
 
 def test_what_is_written_meanwhile_goes_to_stderr(capfd):
-    with stdout_kept_clean():
+    with clean_stdout():
         sys.stdout.write("by print\n")
         os.write(1, b"by C\n")
         subprocess.run([sys.executable, "-c", "print('by a child')"], check=True)

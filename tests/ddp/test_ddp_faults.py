@@ -155,7 +155,7 @@ def leaves_before_the_others(victim: int, fail: Callable[[], None]) -> None:
 
 
 def loads_on_rank_0_only(victim: int, fail: Callable[[], None]) -> None:
-    faults.TOLD_AFTER_S = 2.0
+    faults.PRINTED_AFTER_S = 2.0
     with ddp.setup(plan_here()) as ctx:
         if ctx.rank == victim:
             ctx.load_checkpoint("last.pt", model=make_model())
@@ -163,7 +163,7 @@ def loads_on_rank_0_only(victim: int, fail: Callable[[], None]) -> None:
 
 
 def before_setup(victim: int, fail: Callable[[], None]) -> None:
-    faults.TOLD_AFTER_S = 2.0
+    faults.PRINTED_AFTER_S = 2.0
     if int(os.environ["RANK"]) == victim:
         fail()
     in_a_step(-1, fail)

@@ -36,12 +36,12 @@ def tell():
 atexit.register(tell)  # runs after what is registered later
 
 import autosplit.ddp.rendezvous
-from autosplit.ddp.group_end import let_go_of_group_last
+from autosplit.ddp.group_end import release_group_last
 
 dist.init_process_group("BACKEND", store=dist.HashStore(), rank=0, world_size=1)
 model = DistributedDataParallel(torch.nn.Linear(3, 2))
 for _ in range(2):
-    let_go_of_group_last(model)
+    release_group_last(model)
     model(torch.ones(4, 3)).sum().backward()
 """
 

@@ -312,7 +312,7 @@ def test_stdout_has_the_text_alone(plan_file, capsys, to):
     out, err = capsys.readouterr()
     found = Plan.load(plan_file).export(to, path=plan_file)
     assert out == f"{found.text}\n"
-    assert err == ("" if found.tells_notes else "".join(f"note: {note}\n" for note in found.notes))
+    assert err == ("" if found.text_has_notes else "".join(f"note: {note}\n" for note in found.notes))
 
 
 @pytest.mark.parametrize(

@@ -199,12 +199,12 @@ class TestAnotherModel:
         with pytest.warns(
             OtherModelWarning, match=r"for Large\S* with 12,345 parameters, but this Linear has 6\."
         ) as told:
-            share_of(self.plan, place_here()).tell_of_other_model(nn.Linear(2, 2))
+            share_of(self.plan, place_here()).check_model(nn.Linear(2, 2))
         assert "\x1b" not in str(told[0].message)
 
     @pytest.mark.parametrize("model", [nn.Linear(12_344, 1), nn.LazyLinear(3), lambda: None, None])
     def test_the_same_and_the_unknown_are_not(self, model):
-        share_of(self.plan, place_here()).tell_of_other_model(model)
+        share_of(self.plan, place_here()).check_model(model)
 
 
 class Rows(Dataset[Any]):

@@ -11,7 +11,7 @@ from autosplit.errors import DeviceError, InputError, WorkloadError
 from autosplit.oom import OutOfMemoryError
 from autosplit.parallel import parallel_apply as running
 from autosplit.parallel.balanced import BalancedDataParallel
-from autosplit.parallel.parallel_apply import run_in_turn, run_on_gpus
+from autosplit.parallel.parallel_apply import run_in_sequence, run_on_gpus
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.workload.tree import Whole
 
@@ -74,7 +74,7 @@ class TestInTurn:
     def test_each_chunk_begins_with_the_buffers_of_before(self):
         """The second chunk saw the changes of the first. On GPUs it has a copy of the old buffers."""
         module = Counting()
-        outputs = run_in_turn(module, [((torch.zeros(n, 1),), {}) for n in (2, 3, 4)])
+        outputs = run_in_sequence(module, [((torch.zeros(n, 1),), {}) for n in (2, 3, 4)])
         assert [output[0].item() for output in outputs] == [2.0, 3.0, 4.0]
         assert module.seen == 2
 

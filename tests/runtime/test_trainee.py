@@ -13,7 +13,7 @@ from training_copies import BATCH, OPTIMIZERS, CopyTests, gan, live, net, same, 
 from workloads import small
 
 from autosplit.errors import WorkloadError
-from autosplit.rng import kept_rng
+from autosplit.rng import preserved_rng
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
@@ -37,7 +37,7 @@ class TestRealCopies(CopyTests):
         optimizers = {name: torch.optim.Adam(model.parameters()) for name, model in given.model.items()}
         given = Workload(given.model, given.sample_batch, step=given.step, optimizer=optimizers)
         before = snapshot(given.model, optimizers.values())
-        with kept_rng():
+        with preserved_rng():
             self.run(self.copied(given), (2, 2))
         assert same(before, snapshot(given.model, optimizers.values()))
 
@@ -52,7 +52,7 @@ class TestNothingIsTouched:
     def test_random_states(self):
         numpy = pytest.importorskip("numpy")
         before = (torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist())
-        with kept_rng():
+        with preserved_rng():
             torch.rand(3), random.random(), numpy.random.rand()
         assert torch.equal(before[0], torch.get_rng_state())
         assert before[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())

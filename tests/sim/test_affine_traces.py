@@ -160,7 +160,7 @@ def test_real_steps_that_take_another_way_are_told_by_a_line():
     ends = [traced_peaks(full, StepShape(((n,),)))[0] for n in (4, 8)]
     traces = AffineTraces(tracer)
     assert traced_peaks(traces, StepShape(((16,),)))[0] == 3 * ends[1] - 2 * ends[0]
-    assert max(shape.splits[0][0] for shape in tracer._kept) == 8
+    assert max(shape.splits[0][0] for shape in tracer._traces) == 8
 
 
 class Halving(nn.Module):
@@ -316,9 +316,9 @@ def test_a_plain_step_of_one_device_tells_one_that_accumulates_and_a_rank(make):
     for shape in (StepShape(((7,),), accumulates=True), StepShape(((7,),), "rank", num_ranks=2)):
         told, followed = traces.trace(shape), full.trace(shape)
         assert (told.peak_bytes, told.parts) == (followed.peak_bytes, followed.parts)
-        law = traces._law_of(shape)
+        law = traces._model_of(shape)
         assert law is not None
-        assert law.tells(shape.splits[0], followed)
+        assert law.predicts(shape.splits[0], followed)
     assert tracer.runs - first <= 2, "the optimizer's state appears in one more"
 
 

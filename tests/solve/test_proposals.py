@@ -89,7 +89,7 @@ def test_whatever_the_truth_is_the_search_ends_and_is_no_worse_than_its_first_tr
     assert ended
     rates = [trial.samples_per_s for trial in trials]
     assert max(rates) >= rates[0]
-    assert max(rates) >= 0.97 * max(map(truth.samples_per_s, truth.answers()))
+    assert max(rates) >= 0.97 * max(map(truth.samples_per_s, truth.ranked()))
 
 
 def test_where_the_model_is_off_one_sample_more_and_less_is_tried():
@@ -117,7 +117,7 @@ def test_where_fewer_devices_are_faster_than_the_model_says_they_are_found():
             return super().samples_per_s(configuration) * (0.8 if crowd else 1.0)
 
     truth = Crowded(space, step_time)
-    assert all(told.split_of(told.answers()[0])), "by the model all of them take part"
+    assert all(told.split_of(told.ranked()[0])), "by the model all of them take part"
     trials, _, _ = searched(Proposer(told), truth)
     best = max(trials, key=lambda trial: trial.samples_per_s)
     assert best.split == (32, 32, 0, 0)
@@ -125,7 +125,7 @@ def test_where_fewer_devices_are_faster_than_the_model_says_they_are_found():
 
 def test_nothing_is_proposed_that_asks_for_more_than_a_trial_that_failed():
     solver = solver_of()
-    best = solver.answers()[0]
+    best = solver.ranked()[0]
 
     def too_much(c: Configuration) -> bool:
         return c.batch_size >= best.batch_size - 2
@@ -141,7 +141,7 @@ def test_nothing_is_proposed_that_asks_for_more_than_a_trial_that_failed():
 def test_what_overflows_another_device_is_not_blamed_on_device_0():
     """Splits that overflowed device 1 excluded larger numbers for device 0, which would have helped. That cost 9%."""
     solver = Solver(Space(Region(MemoryFit(0.0, 1.0), 64, 64, (64, 64), 120), (120, 120), 1), STEP_TIME)
-    best = solver.answers()[0]
+    best = solver.ranked()[0]
     most = solver.split_of(best)[1] - 6
 
     def overflows(c: Configuration) -> bool:
@@ -162,7 +162,7 @@ def test_what_overflows_another_device_is_not_blamed_on_device_0():
 def test_a_share_too_small_for_a_batchnorm_says_nothing_about_larger_ones():
     region = replace(REGION, least_share=2)
     solver = Solver(Space(region, (256, 256), 8), STEP_TIME)
-    small = Configuration(1, solver.answers()[0].batch_size, solver.answers()[0].accumulation_steps)
+    small = Configuration(1, solver.ranked()[0].batch_size, solver.ranked()[0].accumulation_steps)
     failed = replace(trial_of(solver, 0, replace(small, gpu0_bsz=2)), gpu0_bsz=1, samples_per_s=None, failure="too few")
     proposed = Proposer(solver)
     proposed.first = []

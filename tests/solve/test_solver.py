@@ -85,35 +85,35 @@ def test_the_split_beside_a_given_share_is_the_fastest_of_all(solver, data):
 
 @given(solvers(st.none()))
 def test_without_an_effective_batch_the_answer_is_the_knee(solver):
-    answers = solver.answers()
-    if not answers:
+    ranked = solver.ranked()
+    if not ranked:
         assert solver.space.region.largest_batch == 0
         return
-    top = max(map(solver.samples_per_s, answers))
-    assert solver.samples_per_s(answers[0]) >= KNEE_SHARE * top
-    assert all(c.batch_size >= answers[0].batch_size for c in answers if solver.samples_per_s(c) >= KNEE_SHARE * top)
+    top = max(map(solver.samples_per_s, ranked))
+    assert solver.samples_per_s(ranked[0]) >= KNEE_SHARE * top
+    assert all(c.batch_size >= ranked[0].batch_size for c in ranked if solver.samples_per_s(c) >= KNEE_SHARE * top)
 
 
 @given(solvers(st.one_of(st.integers(1, 40), RANGES)))
 def test_with_an_effective_batch_the_answer_is_near_the_best_of_the_space(solver):
-    answers = solver.answers()
+    ranked = solver.ranked()
     fewest, most = solver.space.steps_bounds()
     space = [
         c
         for c in itertools.starmap(Configuration, itertools.product(range(19), range(1, 19), range(fewest, most + 1)))
         if solver.space.holds(c)
     ]
-    assert bool(answers) == bool(space)
+    assert bool(ranked) == bool(space)
     if space:
-        assert answers[1:] == sorted(answers[1:], key=solver.samples_per_s, reverse=True)
-        fastest = max(map(solver.samples_per_s, answers))
-        assert solver.samples_per_s(answers[0]) >= (1 - LEAST_DIFFERENCE) * fastest
-        assert solver.samples_per_s(answers[0]) >= 0.85 * max(map(solver.samples_per_s, space))
+        assert ranked[1:] == sorted(ranked[1:], key=solver.samples_per_s, reverse=True)
+        fastest = max(map(solver.samples_per_s, ranked))
+        assert solver.samples_per_s(ranked[0]) >= (1 - LEAST_DIFFERENCE) * fastest
+        assert solver.samples_per_s(ranked[0]) >= 0.85 * max(map(solver.samples_per_s, space))
 
 
 @given(solvers(st.one_of(st.none(), st.integers(1, 40), RANGES)))
 def test_the_micro_steps_add_up(solver):
-    for configuration in solver.answers():
+    for configuration in solver.ranked():
         splits = solver.splits_of(configuration)
         assert len(splits) == configuration.accumulation_steps
         total = sum(map(sum, splits))
@@ -127,16 +127,16 @@ def test_measured_times_make_no_odd_answer_and_the_plainest_has_its_chance():
     """On a busy machine, 64 samples on two equal devices became (27, 27) twice. Once, (32, 32) was not even tried."""
     space = Space(Region(MemoryFit(0.0, 1.0), 64, 64, (64,), 64), (64, 64), 4)
 
-    def solver(slower: float, tells_apart: float) -> Solver:
+    def solver(slower: float, least_difference: float) -> Solver:
         """Noise made the largest sizes seem slower than they are."""
         curve = TimeCurve.of([(1, 1.1), (28, 3.8), (32, slower * 4.2), (64, slower * 7.4)])
         step_time = StepTime((curve, curve), (0.0, 0.0), (0.0, 0.0), 0.1, adds_up=False)
-        return Solver(space, step_time, tells_apart=tells_apart)
+        return Solver(space, step_time, least_difference=least_difference)
 
     once = Configuration(32, 64, 1)
-    assert solver(1.55, 0.001).answers()[0] != once
+    assert solver(1.55, 0.001).ranked()[0] != once
     assert once not in solver(1.55, 0.001).first_trials()
-    assert solver(1.0, 0.03).answers()[0] == once
+    assert solver(1.0, 0.03).ranked()[0] == once
     assert once in solver(1.55, 0.03).first_trials(), "a fifth slower by the model, which may be wrong"
 
 
@@ -150,7 +150,7 @@ def unlike(copies_s: tuple[float, ...], *, effective: int = 48) -> Solver:
 
 
 def test_devices_behind_links_that_cost_more_than_they_bring_are_left_out():
-    best = unlike((0.1, 50.0, 50.0)).answers()[0]
+    best = unlike((0.1, 50.0, 50.0)).ranked()[0]
     split = unlike((0.1, 50.0, 50.0)).split_of(best)
     assert split[2:] == (0, 0)
     assert min(split[:2]) > 0
@@ -162,8 +162,8 @@ def test_device_0_is_left_out_where_each_device_waits_for_its_turn_with_the_host
     step_time = StepTime.bare((line(0.9, 0.2), *(line(0.5, 0.1),) * 3), 0.0, adds_up=False)
     in_turn = Solver(Space(region, (48, 48), 4), replace(step_time, host_s=1.0))
     at_once = Solver(Space(region, (48, 48), 4), step_time)
-    assert in_turn.split_of(in_turn.answers()[0]) == (0, 8, 8, 8)
-    assert 0 not in at_once.split_of(at_once.answers()[0])
+    assert in_turn.split_of(in_turn.ranked()[0]) == (0, 8, 8, 8)
+    assert 0 not in at_once.split_of(at_once.ranked()[0])
 
 
 def test_where_the_host_bounds_a_step_its_last_micro_step_is_short():
@@ -172,9 +172,9 @@ def test_where_the_host_bounds_a_step_its_last_micro_step_is_short():
     step_time = StepTime.bare((line(1.8, 1.05),) * 4, 0.0, adds_up=False)
     in_turn = Solver(Space(region, (48, 48), 4), replace(step_time, host_s=2.7))
     at_once = Solver(Space(region, (48, 48), 4), step_time)
-    assert in_turn.answers()[0].batch_size > 24
-    assert at_once.answers()[0].batch_size == 24
-    assert {one.answers()[0].accumulation_steps for one in (in_turn, at_once)} == {2}
+    assert in_turn.ranked()[0].batch_size > 24
+    assert at_once.ranked()[0].batch_size == 24
+    assert {one.ranked()[0].accumulation_steps for one in (in_turn, at_once)} == {2}
 
 
 def test_devices_that_share_a_processor_split_evenly_as_far_as_they_can():

@@ -103,9 +103,9 @@ def test_no_smaller_batch_that_was_looked_at_takes_as_much(times, fixed_s, share
     region = Region(MemoryFit(0.0, 1.0), 1000, 1000, (1000,) * (len(times) - 1), 2000)
     step_time = StepTime.bare(curves, 1e-4, adds_up=False)
     space = Space(region, None, 1)
-    best = max(map(Solver(space, step_time).samples_per_s, Solver(space, step_time).answers()))
+    best = max(map(Solver(space, step_time).samples_per_s, Solver(space, step_time).ranked()))
     solver = Solver(space, step_time, most_samples_per_s=share * best)
-    first, *others = solver.answers()
+    first, *others = solver.ranked()
     enough = min(share, KNEE_SHARE) * best
     assert solver.samples_per_s(first) >= enough
     assert all(other.batch_size >= first.batch_size for other in others if solver.samples_per_s(other) >= enough)

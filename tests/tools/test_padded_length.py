@@ -14,7 +14,7 @@ from autosplit.tools.padded_length import (
     SHORTER,
     checked_lengths,
     cut_epoch,
-    foretold,
+    predicted_lengths,
     shares_of,
 )
 
@@ -95,7 +95,7 @@ def test_every_sample_comes_once_in_batches_that_fit(made, lengths, split, effec
 
 def test_what_is_foretold_is_by_the_padding_of_the_very_batches():
     points = (LengthPoint(8, 1.0, 10.0, 10.0), LengthPoint(4, 2.0, 20.0, 20.0))
-    found = foretold(points, [8, 4] * 50, (4,), 100)
+    found = predicted_lengths(points, [8, 4] * 50, (4,), 100)
     # 50 samples of 8 at 10/s and 50 of 4 at 20/s, without padding; batches of 4 in any order nearly all have an 8.
     assert found.samples_per_s == pytest.approx(100 / 7.5)
     assert found.padding_share == 0

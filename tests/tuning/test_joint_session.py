@@ -667,7 +667,7 @@ def test_a_slow_rank_takes_part_with_the_least_that_it_can(slower: float, effect
     curves = tuple(TimeCurve(((1, factor * 1e-3), (64, factor * 1.5e-3))) for factor in (1.0, slower))
     region = Region(MemoryFit(0, 0), 2**20, 64, (64,), 64, least)
     solver = Solver(Space(region, effective, 4), RankStepTime(curves, (0.0, 0.0), (0.0, 0.0), 0.0, adds_up=False))
-    answers = solver.answers()
+    answers = solver.ranked()
     if effective == (3, 3) and least == 2:
         assert not answers
         return

@@ -12,7 +12,7 @@ import pytest
 from pages import Reader
 
 from autosplit.tuning import progress as notebook
-from autosplit.tuning.progress import Progress, heard_by, notebook_bar
+from autosplit.tuning.progress import Progress, notebook_bar, progress_listener
 
 
 class Screen:
@@ -137,7 +137,7 @@ def test_on_a_terminal_a_script_gets_a_line_that_is_gone_at_the_end(monkeypatch)
     terminal = on_a_terminal(monkeypatch)
 
     def tuned():
-        with heard_by(None) as heard:
+        with progress_listener(None) as heard:
             heard(Progress("search", "searching, trial 2", 0.5, 3, 1, 1234.5))
             heard(Progress("search", "searching, trial 3\x1b[31m of very many that there may be", 0.6))
             return 1 / 0
@@ -158,7 +158,7 @@ def test_else_nothing_is_drawn(monkeypatch, why):
     monkeypatch.setenv("TERM", "dumb" if why == "dumb" else "xterm")
     monkeypatch.setenv("RANK", "1" if why == "another rank" else "0")
     told = []
-    with heard_by(told.append if why == "given" else None) as heard:
+    with progress_listener(told.append if why == "given" else None) as heard:
         assert (heard is None) == (why != "given")
         if heard is not None:
             heard(Progress("search", "searching", 0.5))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autosplit.cli.check_report import print_checks
-from autosplit.cli.output import Answer, Manner, progress
+from autosplit.cli.output import CommandResult, Manner, progress
 from autosplit.cli.workload_arguments import users_errors, workload_of_spec
 from autosplit.probe.check_result import Check
 
@@ -23,7 +23,7 @@ class Checks:
     checks: tuple[Check, ...]
 
 
-def check(manner: Manner, *, spec: str, model_options: Mapping[str, Any]) -> Answer[Checks]:
+def check(manner: Manner, *, spec: str, model_options: Mapping[str, Any]) -> CommandResult[Checks]:
     """Check a workload."""
     from autosplit.probe import gradient_check as checks
     from autosplit.tuning.progress import Progress, fraction_of
@@ -33,4 +33,4 @@ def check(manner: Manner, *, spec: str, model_options: Mapping[str, Any]) -> Ans
         with users_errors(spec):
             report(Progress("checks", "checking gradients", fraction_of("checks")))
             found = tuple(checks.check(workload))
-    return Answer(Checks(found), lambda console: print_checks(found, console))
+    return CommandResult(Checks(found), lambda console: print_checks(found, console))

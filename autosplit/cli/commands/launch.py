@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autosplit.cli.named_plan import plan_file
-from autosplit.cli.output import Answer, Manner, note
+from autosplit.cli.output import CommandResult, Manner, note
 from autosplit.errors import InputError
 from autosplit.launcher import STARTER_VARIABLE
 from autosplit.plan.torchrun import NEWEST_VARIABLE, PLAN_VARIABLE, command_for
@@ -34,7 +34,7 @@ class LaunchCommand:
 
 def launch(
     manner: Manner, *, arguments: Sequence[str], plan: str | None = None, print_: bool = False
-) -> Answer[LaunchCommand]:
+) -> CommandResult[LaunchCommand]:
     """Replace this process with torchrun, or return torchrun's command."""
     from autosplit.ddp.find_plan import described, plan_for_job
 
@@ -49,7 +49,7 @@ def launch(
         job = replace(job, variables={**job.variables, NEWEST_VARIABLE: "1"})
     description = printable(f"{described(found)}, {path}")
     if manner.json or print_:
-        return Answer(LaunchCommand(job.command, dict(job.variables), description), job.line() + "\n")
+        return CommandResult(LaunchCommand(job.command, dict(job.variables), description), job.line() + "\n")
     script = next((argument for argument in arguments if argument.endswith(".py")), None)
     if script is not None and not Path(script).exists():
         raise InputError(f"{script} does not exist. Check the path of the training script.")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autosplit.cli.output import Answer, Manner, progress, speaks
+from autosplit.cli.output import CommandResult, Manner, progress, speaks
 from autosplit.cli.tables import add_row, pairs_table, plain_table, print_bullets, print_plain
 from autosplit.cli.workload_arguments import checked_arguments, users_errors
 from autosplit.plan.measured_step import MeasuredStep
@@ -20,7 +20,7 @@ _PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "un
 
 def measure(
     manner: Manner, *, spec: str, model_options: Mapping[str, Any], **keywords: Any
-) -> Answer[MeasuredStep] | int:
+) -> CommandResult[MeasuredStep] | int:
     """Measure a configuration, in several processes for DDP."""
     asked = checked_arguments(spec, model_options, keywords)
     if asked.num_processes > 1:
@@ -35,7 +35,7 @@ def measure(
             found = measuring.measure(source, **{**asked.keywords, "isolate": asked.isolate}, progress=report)
     if asked.is_rank and not speaks():
         return 0
-    return Answer(found, lambda console: _print(found, console))
+    return CommandResult(found, lambda console: _print(found, console))
 
 
 def _print(found: MeasuredStep, console: Console) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autosplit.addons import addon
-from autosplit.cli.output import EXIT_INTERRUPTED, Answer, Manner, Problem, collected, print_problems, progress
+from autosplit.cli.output import EXIT_INTERRUPTED, CommandResult, Manner, Problem, collected, print_problems, progress
 from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain
 from autosplit.cli.workload_arguments import isolates, sendable, users_errors, workload_of_spec
 from autosplit.devices.device import Device, parse_reserve
@@ -60,7 +60,7 @@ def probe(
     role: Sequence[str] = (),
     plot: str | None = None,
     **keywords: Any,
-) -> Answer[Ceilings] | int:
+) -> CommandResult[Ceilings] | int:
     """Find ceilings. If the search does not finish, return the ceilings found so far."""
     from autosplit.devices.spec import parse_devices
     from autosplit.tuning.tune import NO_GPU_NOTE
@@ -87,7 +87,7 @@ def probe(
     if plot is not None:
         with collected(problems):
             addon("ceiling_plot")(ceilings, plot)
-    return Answer(
+    return CommandResult(
         msgspec.convert(value, Ceilings, from_attributes=True),
         lambda console: _print(ceilings, notes, console, simulated=simulated),
         problems,

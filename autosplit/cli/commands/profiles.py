@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autosplit.cli.named_plan import profile_path
-from autosplit.cli.output import Answer, Manner, Place, Problem, collected
+from autosplit.cli.output import CommandResult, Manner, Place, Problem, collected
 from autosplit.cli.stored_profile import Profile, profile_at
 from autosplit.cli.tables import add_row, pairs_table, plain_table, print_bullets, print_plain
 from autosplit.errors import InputError
@@ -58,7 +58,7 @@ class Removed:
     removed: tuple[str, ...]
 
 
-def list_profiles(manner: Manner) -> Answer[Profiles]:
+def list_profiles(manner: Manner) -> CommandResult[Profiles]:
     """Return the newest profiles for the table, or all for JSON."""
     paths, folder = profile_paths(), profiles_folder()
     found = tuple(map(profile_at, paths if manner.json else paths[:MOST_SHOWN]))
@@ -69,18 +69,18 @@ def list_profiles(manner: Manner) -> Answer[Profiles]:
             older = counted_text(len(paths) - len(found), "older profile")
             print_bullets([f"{older} not shown. autosplit profiles --json lists all."], console)
 
-    return Answer(Profiles(str(folder), found), show)
+    return CommandResult(Profiles(str(folder), found), show)
 
 
-def show_path(_manner: Manner, *, key: str | None = None) -> Answer[Place]:
+def show_path(_manner: Manner, *, key: str | None = None) -> CommandResult[Place]:
     """Return the folder of the profiles, which may not exist yet, or the file of a profile."""
     path = str(profiles_folder() if key is None else profile_path(key))
-    return Answer(Place(path), f"{path}\n")
+    return CommandResult(Place(path), f"{path}\n")
 
 
 def remove_profiles(
     _manner: Manner, *, keys: Sequence[str] = (), all_: bool = False, yes: bool = False
-) -> Answer[Removed]:
+) -> CommandResult[Removed]:
     """Remove profiles by the first digits of their keys, or all.
 
     If any key is not found, remove nothing.
@@ -101,7 +101,7 @@ def remove_profiles(
     if all_ and paths:
         remove_left_over()
     text = "".join(f"removed {path}\n" for path in removed) or f"nothing to remove in {folder}\n"
-    return Answer(Removed(str(folder), tuple(removed)), text, problems[:1])
+    return CommandResult(Removed(str(folder), tuple(removed)), text, problems[:1])
 
 
 def _confirm(count: int, folder: Path) -> None:

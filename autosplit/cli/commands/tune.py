@@ -12,7 +12,7 @@ from autosplit.cli.named_plan import shown_by
 from autosplit.cli.options import flags_of
 from autosplit.cli.output import (
     EXIT_INTERRUPTED,
-    Answer,
+    CommandResult,
     Manner,
     Problem,
     collected,
@@ -39,7 +39,7 @@ def tune(
     output: str | None = None,
     loader: str | None = None,
     **keywords: Any,
-) -> Answer[Plan] | int:
+) -> CommandResult[Plan] | int:
     """Tune a workload, in several processes for DDP, and save its plan if an output was given."""
     asked = checked_arguments(spec, model_options, {**_one_machine(spec, devices), **keywords})
     _check_output(output)
@@ -70,7 +70,7 @@ def tune(
             plan.save(output)
             saved = output
     problems = [*([_interruption(saved)] if interrupted else []), *unsaved]
-    return Answer(plan, report_of_plan(plan, _origin(plan, asked, saved), manner), problems)
+    return CommandResult(plan, report_of_plan(plan, _origin(plan, asked, saved), manner), problems)
 
 
 def _check_output(output: str | None) -> None:
