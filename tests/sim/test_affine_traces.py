@@ -326,7 +326,7 @@ def test_a_plain_step_of_one_device_tells_one_that_accumulates_and_a_rank(make):
 def test_a_tuning_follows_few_steps(batch, monkeypatch):
     """A hundred steps were traced. Later, each kind of step was traced, and the largest of each kind."""
     followed = []
-    run = Tracer._followed
-    monkeypatch.setattr(Tracer, "_followed", lambda *args: followed.append(args) or run(*args))
+    run = Tracer._traced
+    monkeypatch.setattr(Tracer, "_traced", lambda *args: followed.append(args) or run(*args))
     tune(ALL["char_gpt"](), devices="sim:1xRTX3090+3xRTX2080Ti", effective_batch_size=batch, profile="off")
     assert 3 <= len(followed) <= 6

@@ -689,7 +689,7 @@ def test_a_search_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> Non
     trials = [
         Trial(number, c.gpu0_bsz, c.batch_size, 1, solver.split_of(c), 10.0) for number, c in enumerate(proposer.first)
     ]
-    monkeypatch.setattr(Solver, "answers", lambda _self: [])
+    monkeypatch.setattr(Solver, "ranked", lambda _self: [])
     proposer(trials)
 
 
