@@ -83,18 +83,21 @@ def setup(
     """
     if not timeout_s > 0:
         raise InputError(f"timeout_s is {timeout_s!r}. Expected seconds above 0. Leave timeout_s out for 600.")
-    with recorded(), _joined(profile, elastic, timeout_s) as ctx:
+    with recorded(), _context_of_job(profile, elastic, timeout_s) as ctx:
         yield ctx
 
 
 @contextmanager
-def _joined(profile: Plan | str | os.PathLike[str] | None, elastic: bool, timeout_s: float) -> Iterator[Context]:
+def _context_of_job(
+    profile: Plan | str | os.PathLike[str] | None, elastic: bool, timeout_s: float
+) -> Iterator[Context]:
+    """Find the plan, join the other processes, and leave them at the end."""
     end_with_launcher()
     place = place_here()
-    plan, _ = plan_for_job(profile, None if elastic else place.world_size)
+    plan, _ = plan_for_job(profile, None if elastic else place.world_size)  # an elastic job has any number
     store = None
     if elastic:
-        store = None if dist.is_initialized() else _joined_store(place)
+        store = None if dist.is_initialized() else _connect_to_store(place)
         plan = addon("plan_for_job_devices")(plan, place, store)
     count = len(trainable_ranks(plan).seats)
     if place.world_size != count:
@@ -110,8 +113,8 @@ def _joined(profile: Plan | str | os.PathLike[str] | None, elastic: bool, timeou
     progress = Progress(place.rank, place.world_size, timeout_s)
     ctx = Context(plan, place.rank, device, progress, is_named=names_plan(profile))
     with (
-        _process_group(place, ctx, store, timeout_s) as joined,
-        progress.published(joined),
+        _process_group(place, ctx, store, timeout_s) as progress_store,
+        progress.published(progress_store),
         user_collectives(compares=True),
     ):
         agree_on(plan, place.rank)
@@ -122,16 +125,16 @@ def _joined(profile: Plan | str | os.PathLike[str] | None, elastic: bool, timeou
 def _process_group(place: Place, ctx: Context, store: Any, timeout_s: float) -> Iterator[Any]:
     """Create the process group, if there is none, and destroy it at the end. Yield the job's store."""
     if dist.is_initialized():
-        yield _published_in(store_of_group(), place)
+        yield _progress_store(store_of_group(), place)
         return
-    store = store or _joined_store(place)
-    with _joining(place):
+    store = store or _connect_to_store(place)
+    with _explaining_failures(place):
         chosen = agreed_backend(store, place, ctx.device, ctx.plan)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(chosen, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     has_failed = False
     try:
-        yield _published_in(store, place)
+        yield _progress_store(store, place)
     except BaseException as error:
         has_failed = is_failure(error)
         raise
@@ -143,14 +146,15 @@ def _process_group(place: Place, ctx: Context, store: Any, timeout_s: float) -> 
             dist.destroy_process_group()
 
 
-def _published_in(store: Any, place: Place) -> Any:
+def _progress_store(store: Any, place: Place) -> Any:
+    """Return the part of the store that has the ranks' progress, or None without other ranks."""
     if store is None or place.world_size == 1:
         return None
     return dist.PrefixStore(f"autosplit/progress/{next(_JOINS)}", store)  # type: ignore[attr-defined]
 
 
 @contextmanager
-def _joining(place: Place) -> Iterator[None]:
+def _explaining_failures(place: Place) -> Iterator[None]:
     try:
         with printed_if_long(
             f"Rank {place.rank} of {place.world_size} has waited {PRINTED_AFTER_S:.0f} s in autosplit.ddp.setup, but "
@@ -163,8 +167,8 @@ def _joining(place: Place) -> Iterator[None]:
         raise
 
 
-def _joined_store(place: Place) -> Any:
-    with _joining(place):
+def _connect_to_store(place: Place) -> Any:
+    with _explaining_failures(place):
         return meeting_place(place)
 
 

@@ -13,7 +13,7 @@ from autosplit.integrations.exported import Export
 from autosplit.plan.explanation import BINDING_SHARE
 from autosplit.plan.layout import Layout
 from autosplit.plan.record import PlanRecord
-from autosplit.plan.resolve import problem_of
+from autosplit.plan.solve_again import problem_of
 from autosplit.plan.torchrun import required_ranks
 from autosplit.solve.memory import Region
 from autosplit.solve.problem import Problem

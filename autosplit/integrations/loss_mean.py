@@ -214,6 +214,7 @@ def _counts_of(singles: list[Any], everything: Any, cross_entropies: list[LabelM
 
 
 def _groups(usable: list[int], losses: list[float], counts: Mapping[Any, list[float]]) -> list[list[int]]:
+    """Return the batches to join: all, the pairs that differ most in their counts and losses, and neighbours."""
     pairs = [*itertools.combinations(usable, 2)]
     unlike = max(pairs, key=lambda pair: _unlike(counts, *pair))
     far = max(pairs, key=lambda pair: abs(losses[pair[0]] - losses[pair[1]]))

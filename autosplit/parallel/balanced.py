@@ -182,9 +182,10 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         Raises:
             InputError: The batch is larger than the sum of the ceilings.
         """
-        running = current_accumulation()
-        if running is not None and running.split is not None and batch_size <= sum(running.split):
-            return proportional_split(batch_size, running.split, running.split)  # a cut micro-batch has fewer samples
+        accumulation = current_accumulation()
+        own = None if accumulation is None else accumulation.split
+        if own is not None and batch_size <= sum(own):  # a cut micro-batch has fewer samples
+            return proportional_split(batch_size, own, own)
         ceilings = self.ceilings if bounded else None
         if self._split is not None:
             if batch_size < sum(self._split) and any(isinstance(part, BATCH_NORMS) for part in self.module.modules()):
@@ -245,7 +246,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             ) from error
         gathering = Gathering(layout, weights, link, shares, self._seen[self.module.training])
         joined = self._joined(gathering, outputs)
-        if replicas is not None:
+        if replicas is not None:  # gradients stay on the devices until the backward of the last micro-step
             replicas.watch(tensors_of(joined), last=last)
         return joined
 
@@ -271,8 +272,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         or scaling a gradient and `optimizer.step()` raise InputError. Within `plan.budgets()`, clipping by operations
         on lists of tensors is not detected, because torch counts no versions there.
 
-        Replicas are not kept if parameters have hooks, because hooks expect whole gradients. On ``"cpu"`` devices there
-        are none.
+        Replicas do not persist if parameters have hooks, because hooks expect whole gradients. Devices called ``"cpu"``
+        have no replicas.
         """
         outer, self._syncs = self._syncs, False
         try:
@@ -306,7 +307,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()  # the copy has no replicas, so gradients on other devices would be lost
-        return {**self.__dict__, "_kept": None, "_checked": False}
+        return {**self.__dict__, "_replicas": None, "_checked": False}
 
     def _read(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[BatchLayout, dict[int, int]]:
         """Return the layout of a call, and the samples of each device that runs, by its index."""
@@ -325,8 +326,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         return layout, {index: size for index, size in enumerate(sizes) if size}
 
     def _lone_device(self) -> int | None:
-        running = current_accumulation()
-        split = self._split if running is None or running.split is None else running.split
+        accumulation = current_accumulation()
+        split = self._split if accumulation is None or accumulation.split is None else accumulation.split
         active = [index for index, size in enumerate(split or ()) if size]
         return 0 if len(self.devices) == 1 else active[0] if len(active) == 1 else None
 
@@ -385,20 +386,20 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             self._checked = True
 
     def _replicas_now(self) -> tuple[PersistentReplicas | None, bool]:
-        """Return the kept replicas (None to create new ones), and whether this forward is the last micro-step."""
-        walk = current_accumulation()
-        last = self._syncs and (walk is None or walk.is_last)
-        if self._replicas is not None and walk is None and last and not self._replicas.needed:
+        """Return the persistent replicas (None to create new ones), and whether this is the last micro-step."""
+        accumulation = current_accumulation()
+        last = self._syncs and (accumulation is None or accumulation.is_last)
+        if self._replicas is not None and accumulation is None and last and not self._replicas.needed:
             self._replicas = None  # gradients are no longer accumulated, so free the replicas' memory
         if not torch.is_grad_enabled():
             return None, last
         placed = active_placement() is not None
-        keeps = not last and (placed or self.devices[0].type != "cpu") and knows_nodes_to_run()
-        if self._replicas is None and keeps and not self._has_hooks():
+        may_persist = not last and (placed or self.devices[0].type != "cpu") and knows_nodes_to_run()
+        if self._replicas is None and may_persist and not self._has_hooks():
             # On CPU devices outside a placement, all chunks run through the same module, without replicas.
             self._replicas = PersistentReplicas(Copies() if placed else GpuCopies(self.devices))
-        if self._replicas is not None and walk is not None:
-            walk.join(self)
+        if self._replicas is not None and accumulation is not None:
+            accumulation.join(self)
         return self._replicas, last
 
     def _has_hooks(self) -> bool:

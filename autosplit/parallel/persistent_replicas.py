@@ -398,6 +398,7 @@ class PersistentReplicas:
         master.release()
 
     def _zeros_for(self, master: _Master) -> Tensor:
+        """Return a zero gradient for a parameter of the module, with the layout of its replicas' gradients."""
         device, grad = next((device, leaf.grad) for device, leaf in master.leaves.items() if leaf.grad is not None)
         if grad.layout != torch.strided:
             return self._copies.bring(torch.zeros_like(grad), device)  # sparse, with no values

@@ -73,7 +73,7 @@ class Plan(PlanRecord):
         Returns:
             The explanation as numbers. `str()` returns it as text.
         """
-        from autosplit.plan.explain import explanation_of
+        from autosplit.plan.compute_explanation import explanation_of
 
         return explanation_of(self)
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.notes import Note
-from autosplit.plan.explain import explanation_of
+from autosplit.plan.compute_explanation import explanation_of
 from autosplit.plan.explanation import BINDING_SHARE, Explanation, loader_target
 from autosplit.plan.layout import Layout, Seat
 from autosplit.plan.record import PlanRecord

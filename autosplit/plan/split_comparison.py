@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 from autosplit.errors import InputError
 from autosplit.plan.layout import Layout
 from autosplit.plan.measured_step import checked_split
-from autosplit.plan.resolve import required_problem
+from autosplit.plan.solve_again import required_problem
 from autosplit.solve.split import whole_number
 from autosplit.text import rate_text
 

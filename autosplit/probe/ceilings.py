@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from autosplit.devices.host_memory import FILLED_SHARE
 from autosplit.errors import UserCodeError, one_line
 from autosplit.oom import DoesNotFitError, OutOfMemoryError, StepLostError, is_kernel_limit
+from autosplit.probe.ceiling_search import WallSearch
 from autosplit.probe.prober import Prober, named_steps
-from autosplit.probe.wall_search import WallSearch
 from autosplit.runtime.protocol import StepShape
 from autosplit.solve.memory import Ceiling, Limit, MemoryParts, Role, largest_fitting
 from autosplit.solve.step_time import TimeCurve

@@ -281,6 +281,7 @@ class DataDependent:
         return _aten.index.Tensor(args[0], indices)
 
     def _read(self, packet: Any, args: Sequence[Any]) -> Any:
+        """Return a made-up value for an operator that reads one, or the value that a real step had there."""
         name = _name(packet)
         if calling_module().startswith(_ARITHMETIC_READERS):
             self._arithmetic[name] = None

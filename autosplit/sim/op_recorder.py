@@ -63,7 +63,7 @@ class OpRecorder:
         self.mark("start")
 
     def mark(self, phase: str) -> None:
-        """Begin a phase."""
+        """End the running operators, and begin a phase."""
         self._close(*list(self._open))
         self._phases.append((phase, []))
 

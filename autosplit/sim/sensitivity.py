@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from autosplit.devices.catalog import GpuSpec
 from autosplit.oom import OutOfMemoryError
-from autosplit.plan.explain import base_of
+from autosplit.plan.compute_explanation import base_of
 from autosplit.plan.explanation import BINDING_SHARE, Changed, WhatIf
 from autosplit.plan.measured_step import Without, faster_devices
 from autosplit.plan.record import PlanRecord
-from autosplit.plan.resolve import problem_of
+from autosplit.plan.solve_again import problem_of
 from autosplit.plan.what_ifs import FASTER, GIB, Relaxed, RemovableCost, relaxations, what_ifs_of
 from autosplit.runtime.protocol import StepShape
 from autosplit.sim.simulated import SimulatedWorker

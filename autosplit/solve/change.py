@@ -141,6 +141,7 @@ def _lowered(problem: Problem, capacities_bytes: Sequence[int], waiting_bytes: i
 
 
 def _with_memory(problem: Problem, more_bytes: Sequence[int]) -> Problem:
+    """Add memory to each device. Device 0's capacity also bounds its samples next to those of the other devices."""
     caps, region, grows = list(problem.region.ceilings), problem.region, False
     for index, (ceiling, more) in enumerate(zip(problem.ceilings, more_bytes, strict=True)):
         if not more or ceiling.limited_by in ("kernel", "time"):

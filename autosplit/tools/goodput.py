@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import InputError, shown
-from autosplit.plan.resolve import required_problem
+from autosplit.plan.solve_again import required_problem
 from autosplit.plan.split_comparison import compared_split
 from autosplit.solve.solver import geometric
 from autosplit.solve.split import accumulation_steps

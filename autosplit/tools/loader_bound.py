@@ -13,7 +13,7 @@ from autosplit.notes import Note
 from autosplit.plan.explanation import loader_target
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import replaced, with_notes
-from autosplit.plan.resolve import resolve
+from autosplit.plan.solve_again import resolve
 from autosplit.solve.change import Change
 from autosplit.text import rate_text
 from autosplit.tools.loader_result import MeasuredLoader

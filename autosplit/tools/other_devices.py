@@ -18,7 +18,7 @@ from autosplit.devices.accelerator import visible_devices
 from autosplit.errors import DeviceError, PlanError
 from autosplit.plan.layout import Layout, PlanDevice
 from autosplit.plan.plan import Plan
-from autosplit.plan.resolve import resolve
+from autosplit.plan.solve_again import resolve
 from autosplit.plan.torchrun import trainable_ranks
 from autosplit.solve.change import Change
 from autosplit.solve.split import accumulation_steps

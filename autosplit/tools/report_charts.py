@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from autosplit.plan.explain import explanation_of
+from autosplit.plan.compute_explanation import explanation_of
 from autosplit.plan.explanation import Explanation
 from autosplit.plan.layout import Layout, PlanDevice, Seat
 from autosplit.plan.record import PlanRecord

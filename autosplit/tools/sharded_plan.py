@@ -54,7 +54,7 @@ from autosplit.notes import Note
 from autosplit.plan.layout import Layout, seated
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import with_notes
-from autosplit.plan.resolve import LINE_ERROR
+from autosplit.plan.solve_again import LINE_ERROR
 from autosplit.plan.torchrun import required_ranks
 from autosplit.solve.change import with_ceilings
 from autosplit.solve.memory import Ceiling, largest_size, samples_within

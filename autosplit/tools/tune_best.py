@@ -22,8 +22,8 @@ from autosplit.runtime.prepare import Source, workload_source
 from autosplit.text import rate_text
 from autosplit.tools.precision import native_ones, precision_list, without_bf16
 from autosplit.tuning.keywords import refuse_unknown
-from autosplit.tuning.progress import Progress, onward, part_of, progress_listener
-from autosplit.tuning.tune import TuningInterrupted, quiet, request_for, tune, tuned, warned
+from autosplit.tuning.progress import Progress, never_falling, part_of, progress_listener
+from autosplit.tuning.tune import TuningInterrupted, quiet, request_for, tune, tune_request, with_warnings
 from autosplit.workload.checkpointing import AUTO, Checkpointing
 from autosplit.workload.workload import Workload
 
@@ -128,12 +128,12 @@ def tune_best(
     plans: dict[str, Plan] = {}
     misfits: list[DoesNotFitError] = []
     with progress_listener(progress) as listener:
-        listen = onward(listener or quiet)
+        listen = never_falling(listener or quiet)
         for number, name in enumerate(names):
             timed = replace(request, deadline=request.deadline.part(len(names) - number))
             part_listener = listen if len(names) == 1 else part_of(listen, number, len(names), name)
             try:
-                plans[name] = tuned(timed, partial(_source, sources[number]), part_listener, isolate=isolate)
+                plans[name] = tune_request(timed, partial(_source, sources[number]), part_listener, isolate=isolate)
             except TuningInterrupted as interrupted:
                 raise _interrupted(plans, name, interrupted.plan) from None
             except DoesNotFitError as misfit:  # other variants may fit
@@ -142,7 +142,7 @@ def tune_best(
     if not plans:
         raise misfits[0]
     best = _best_of(plans, notes)
-    warned(best.plan)
+    with_warnings(best.plan)
     return best
 
 

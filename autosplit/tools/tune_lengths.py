@@ -29,7 +29,7 @@ from autosplit.tools.padded_length import checked_lengths, lengths_to_tune, pred
 from autosplit.tools.sequence_length import at_length
 from autosplit.tuning.keywords import refuse_unknown
 from autosplit.tuning.process import Process, Processes, drive
-from autosplit.tuning.progress import Progress, onward, progress_listener
+from autosplit.tuning.progress import Progress, never_falling, progress_listener
 from autosplit.tuning.run import TRIAL_BUDGET_S
 from autosplit.tuning.tune import (
     Tuning,
@@ -39,7 +39,7 @@ from autosplit.tuning.tune import (
     request_for,
     tune,
     users_code_named,
-    warned,
+    with_warnings,
 )
 from autosplit.workload.workload import Workload
 
@@ -112,9 +112,9 @@ def tune_lengths(
         )
 
     with process_for(request, source_of, isolate=isolate) as process, progress_listener(progress) as listener:
-        listen = onward(listener or quiet)
+        listen = never_falling(listener or quiet)
         plan = drive(process, lambda processes: _tuned(Tuning(processes, process.job.request, listen), numbers))
-    return warned(plan)
+    return with_warnings(plan)
 
 
 def _built(build: Callable[[], Workload], length: int) -> Workload:

@@ -372,7 +372,7 @@ def _serve(process: Process) -> Any:
             raised[peers.orders] = error
 
 
-def agreed(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def equal_on_all_ranks(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Combine the ranks' descriptions of the workload into one. Raise InputError if they differ.
 
     Only the digests of code may differ, because code may refer to a rank's own values, such as its number. They are

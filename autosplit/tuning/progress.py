@@ -85,16 +85,16 @@ def searched_share(num_trials: int, most_trials: int) -> float:
     return max(num_trials / most_trials, num_trials / (num_trials + USUAL_TRIALS / 2))
 
 
-def onward(progress: Callable[[Progress], None]) -> Callable[[Progress], None]:
+def never_falling(progress: Callable[[Progress], None]) -> Callable[[Progress], None]:
     """Return a progress function whose fraction never falls."""
     furthest = 0.0
 
-    def tell(part: Progress) -> None:
+    def listen(part: Progress) -> None:
         nonlocal furthest
         furthest = max(furthest, part.fraction)
         progress(replace(part, fraction=furthest))
 
-    return tell
+    return listen
 
 
 class Reporter:
@@ -113,7 +113,7 @@ class Reporter:
 
     def __init__(
         self,
-        tell: Callable[[Progress], None],
+        listen: Callable[[Progress], None],
         counts: Callable[[], tuple[int, int]],
         *,
         num_devices: int,
@@ -121,7 +121,7 @@ class Reporter:
     ) -> None:
         self.stage = "ceilings"
         self.rates: list[float | None] = []
-        self._listener, self._counts = tell, counts
+        self._listener, self._counts = listen, counts
         self._num_devices, self._n_trials = num_devices, n_trials
         self._reports: Counter[str] = Counter()  # Number of reports by stage.
 
@@ -152,11 +152,11 @@ class Reporter:
 def part_of(progress: Callable[[Progress], None], number: int, count: int, name: object) -> Callable[[Progress], None]:
     """Return a progress function that reports one of several tunings as a part of the whole."""
 
-    def tell(part: Progress) -> None:
+    def listen(part: Progress) -> None:
         message = f"{number + 1} of {count}, {name}: {part.message}"
         progress(replace(part, message=message, fraction=(number + part.fraction) / count))
 
-    return tell
+    return listen
 
 
 @contextlib.contextmanager
@@ -190,14 +190,14 @@ def _now_and_then(draw: Callable[[Progress, str], None], *, at_once: bool) -> Ca
     begun_s = time.monotonic()
     drawn_s = float("-inf") if at_once else begun_s
 
-    def tell(progress: Progress) -> None:
+    def listen(progress: Progress) -> None:
         nonlocal drawn_s
         now_s = time.monotonic()
         if now_s - drawn_s >= SHORTEST_S or progress.fraction >= 1.0:
             drawn_s = now_s
             draw(progress, ", ".join(filter(None, (progress.found, f"{now_s - begun_s:.0f} s"))))
 
-    return tell
+    return listen
 
 
 def _draw_line(progress: Progress, counts: str) -> None:

@@ -54,7 +54,7 @@ def in_a_job() -> bool:
 
 
 @contextmanager
-def joined(request: Request) -> Iterator[Job]:
+def joined_job(request: Request) -> Iterator[Job]:
     """Connect to the other ranks of this job, and exchange device descriptions.
 
     The resulting request lists the devices of all ranks.

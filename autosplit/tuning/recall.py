@@ -29,7 +29,7 @@ STEP_BUDGET_S = 1.0
 
 
 @dataclass(frozen=True)
-class Recalled:
+class FoundPlan:
     """A saved plan, or the reason why there is none.
 
     Attributes:
@@ -63,13 +63,13 @@ class Recalled:
         return f"From the profile {self.path.stem[: profiles.KEY_DIGITS]}"
 
 
-def recalled(key: ProfileKey, request: Request, *, measured: bool = False) -> Recalled:
+def find_saved(key: ProfileKey, request: Request, *, measured: bool = False) -> FoundPlan:
     """Return a saved plan, after comparing it with the devices.
 
     Args:
         measured: Skip a plan whose DDP settings were predicted.
     """
-    found = _recalled(key, request, measured=measured)
+    found = _find_saved(key, request, measured=measured)
     outcome = "remembered" if found.plan else "; ".join(map(str, found.notes)) or "not there"
     _log.info("profile %s: %s", key.digest, outcome)
     if request.profile == "auto" and found.plan is None and not found.notes:
@@ -77,24 +77,24 @@ def recalled(key: ProfileKey, request: Request, *, measured: bool = False) -> Re
     return found
 
 
-def _recalled(key: ProfileKey, request: Request, *, measured: bool) -> Recalled:
+def _find_saved(key: ProfileKey, request: Request, *, measured: bool) -> FoundPlan:
     if request.profile != "auto" or request.sampler is not None:
-        return Recalled()
+        return FoundPlan()
     found = profiles.find(key.digest, key)
     if found.plan is None:
-        return Recalled(notes=found.notes, unreadable=found.unreadable)
+        return FoundPlan(notes=found.notes, unreadable=found.unreadable)
     if not found.plan.complete:
-        return Recalled(
+        return FoundPlan(
             notes=(
                 Note("tuned-again", "The search that made the saved plan was interrupted, so autosplit tuned again."),
             )
         )
     if measured and (found.plan.ddp is None or not found.plan.ddp.measured):
         text = "The DDP settings of the saved plan were predicted by one process, so autosplit tuned again."
-        return Recalled(notes=(Note("tuned-again", text),))
+        return FoundPlan(notes=(Note("tuned-again", text),))
     short = memory_shortfall(found.plan, request.devices, request.capacities_bytes)
     differing = differing_facts(found.plan, request.devices, request.capacities_bytes)
-    return Recalled(found.plan, found.path, found.notes, short, differing)
+    return FoundPlan(found.plan, found.path, found.notes, short, differing)
 
 
 def _log_newest(key: ProfileKey) -> None:
@@ -111,15 +111,15 @@ def _log_newest(key: ProfileKey) -> None:
             _log.info("no profile matches. The newest, %s, differs in %s", path.stem[: profiles.KEY_DIGITS], text[:400])
 
 
-def nothing_run(found: Recalled) -> Note:
+def from_profile_note(found: FoundPlan) -> Note:
     """Return the note of a plan that comes from a profile."""
     return Note("from-profile", f"{found.origin}. autosplit ran no step. {REFRESH_HINT}")
 
 
-def kept(
+def save_plan(
     plan: Plan,
     key: ProfileKey,
-    found: Recalled,
+    found: FoundPlan,
     processes: Processes,
     *,
     always: tuple[Note, ...],
@@ -150,9 +150,9 @@ def with_facts(plan: Plan, request: Request) -> Plan:
     return with_devices(plan, lambda place, planned: replace(planned, uuid=here[place].uuid, driver=here[place].driver))
 
 
-def tried_again(
-    key: ProfileKey, request: Request, found: Recalled, processes: Processes
-) -> tuple[Plan | None, Recalled]:
+def confirm_or_solve_again(
+    key: ProfileKey, request: Request, found: FoundPlan, processes: Processes
+) -> tuple[Plan | None, FoundPlan]:
     """Run one step of a saved plan. If memory is short, solve the plan again first.
 
     Returns:
@@ -161,7 +161,7 @@ def tried_again(
     plan = found.plan
     assert plan is not None
     if found.short is not None:
-        from autosplit.plan.resolve import resolve  # few tunings find less memory
+        from autosplit.plan.solve_again import resolve  # few tunings find less memory
         from autosplit.solve.change import Change
 
         nbytes, least = processes.ask(_bucket_bytes_and_least)[0]
@@ -223,7 +223,7 @@ def _ran(process: Process, plan: Plan, *, measures: bool) -> Plan:
     return with_layouts(plan, *alone)
 
 
-def _given_up(found: Recalled, why: str) -> Recalled:
+def _given_up(found: FoundPlan, why: str) -> FoundPlan:
     changed = found.short or "; ".join(found.differing)
     return replace(
         found,
@@ -234,7 +234,7 @@ def _given_up(found: Recalled, why: str) -> Recalled:
     )
 
 
-def _confirmed(key: ProfileKey, request: Request, found: Recalled, processes: Processes) -> Plan:
+def _confirmed(key: ProfileKey, request: Request, found: FoundPlan, processes: Processes) -> Plan:
     """Return a saved plan that ran on these devices. Save it with their UUIDs and drivers."""
     assert found.plan is not None
     plan = with_path(with_facts(found.plan, request), found.path)
@@ -246,7 +246,7 @@ def _confirmed(key: ProfileKey, request: Request, found: Recalled, processes: Pr
     return replace(found, plan=plan).with_notes(confirmed, Note("from-profile", f"{found.origin}; {REFRESH_HINT}"))
 
 
-def _makeshift(request: Request, found: Recalled, again: Plan) -> Plan:
+def _makeshift(request: Request, found: FoundPlan, again: Plan) -> Plan:
     """Return a temporary plan for the smaller free memory. The saved plan is not changed."""
     text = (
         f"{found.short}, so autosplit computed a smaller plan from its measurements and confirmed it with one "

@@ -36,9 +36,9 @@ from autosplit.profiles.key import ProfileKey, machine_of
 from autosplit.runtime.prepare import Source, workload_source
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.tuning.keywords import suggests_keywords
-from autosplit.tuning.process import Process, Processes, agreed, alone, drive
-from autosplit.tuning.progress import Progress, fraction_of, onward, progress_listener
-from autosplit.tuning.recall import kept, nothing_run, recalled, tried_again
+from autosplit.tuning.process import Process, Processes, alone, drive, equal_on_all_ranks
+from autosplit.tuning.progress import Progress, fraction_of, never_falling, progress_listener
+from autosplit.tuning.recall import confirm_or_solve_again, find_saved, from_profile_note, save_plan
 from autosplit.tuning.run import Run, Survey
 from autosplit.workload.workload import Workload
 
@@ -189,12 +189,12 @@ def tune(
     described: dict[str, Any] = {"loss_fn": loss_fn, "compute_loss": compute_loss, "optimizer": optimizer}
     described |= {"loss_reduction": loss_reduction, "precision": precision}
 
-    def source_of(_number: int) -> Source:
+    def source_of(_variant: int) -> Source:
         return workload_source(model_or_workload, sample_batch, described)
 
     with progress_listener(progress) as listener:
-        plan = tuned(request, source_of, onward(listener or quiet), isolate=isolate)
-    return warned(plan)
+        plan = tune_request(request, source_of, never_falling(listener or quiet), isolate=isolate)
+    return with_warnings(plan)
 
 
 def _refuse_several(precision: Any) -> None:
@@ -213,7 +213,7 @@ _WARNINGS = {
 """Warnings of `tune`, by the kind of the note."""
 
 
-def warned(plan: Plan) -> Plan:
+def with_warnings(plan: Plan) -> Plan:
     """Warn about an assumed or NaN loss, doubtful times, and if splitting changes the training. Return the plan."""
     for note in plan.notes:
         if note.kind in _WARNINGS:
@@ -225,7 +225,7 @@ def warned(plan: Plan) -> Plan:
     return plan
 
 
-def tuned(
+def tune_request(
     request: Request,
     source_of: Callable[[int], Source],
     listener: Callable[[Progress], None],
@@ -283,10 +283,10 @@ def process_for(request: Request, source_of: Callable[[int], Source], *, isolate
     with ExitStack() as closing:
         job = None
         if request.strategy == "ddp":
-            from autosplit.tuning.rank_group import in_a_job, joined
+            from autosplit.tuning.rank_group import in_a_job, joined_job
 
             if in_a_job():
-                job = closing.enter_context(joined(request))
+                job = closing.enter_context(joined_job(request))
         yield closing.enter_context(
             Process(job or alone(request, machine_of(request.devices)), source_of, isolate=isolate)
         )
@@ -315,27 +315,27 @@ def recall_or_tune(tuning: Tuning) -> Plan:
     """Return the stored plan, or measure the devices, search, and store the plan.
 
     Raises:
-        TuningInterrupted: Ctrl-C was pressed. The best plan so far was stored, and the next tuning does not use it.
+        TuningInterrupted: Ctrl-C was pressed. The best plan so far was stored for `autosplit show`. The next tuning
+            does not use it, because it is not complete.
     """
     processes, request = tuning.processes, tuning.request
     tuning.progress(Progress("building", "building the model", 0.0))
     processes.ask(Process.build)
-    key = ProfileKey(processes.job.machine, agreed(processes.ask(Process.description)), request.facts())
-    found = recalled(key, request, measured=processes.job.has_peers)  # a job takes no plan that was only predicted
+    key = ProfileKey(processes.job.machine, equal_on_all_ranks(processes.ask(Process.description)), request.facts())
+    found = find_saved(key, request, measured=processes.job.has_peers)  # a job takes no plan that was only predicted
     # This note belongs to the run, not to the plan. The same stored plan may be returned for an explicit "cpu".
     defaulted = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
     if found.holds:
-        return found.with_notes(nothing_run(found), *defaulted)
+        return found.with_notes(from_profile_note(found), *defaulted)
     tuning.progress(Progress("preparing", "preparing the model", fraction_of("preparing")))
     request, notes = processes.prepare(request, key)
-    if (
-        found.plan is not None
-    ):  # The machine differs a little. If less memory is free, solve the plan again. Run a step.
-        plan, found = tried_again(key, request, found, processes)
+    if found.plan is not None:
+        # The machine differs a little. If less memory is free, solve the plan again. Then confirm it by one step.
+        plan, found = confirm_or_solve_again(key, request, found, processes)
         if plan is not None:
             return with_notes(plan, last=[*defaulted, *processes.crash_notes()])
     plan = measure_and_search(Run.of(processes, request, key, tuning.progress, notes))
-    plan = kept(with_notes(plan, last=processes.crash_notes()), key, found, processes, always=defaulted)
+    plan = save_plan(with_notes(plan, last=processes.crash_notes()), key, found, processes, always=defaulted)
     if not plan.complete:
         raise TuningInterrupted(plan)
     return plan
@@ -350,10 +350,10 @@ def measure_and_search(run: Run) -> Plan:
     from autosplit.tuning.answer import interrupted_plan, ranks_plan, solved_ranks_plan, split_plan
     from autosplit.tuning.search import Search  # Here, because a stored plan needs none of these.
 
-    checks = checked(run)
+    checks = check_gradients(run)
     survey = search = None
     try:
-        survey = surveyed(run)
+        survey = survey_devices(run)
         if survey.solver is None:  # DDP in one process
             plan = solved_ranks_plan(run, survey, checks)
         else:
@@ -374,7 +374,7 @@ def measure_and_search(run: Run) -> Plan:
     return replace(plan, checkpointed=run.prober.facts.checkpointed)
 
 
-def surveyed(run: Run) -> Survey:
+def survey_devices(run: Run) -> Survey:
     """Measure the devices: which batches fit, and how long they take.
 
     BalancedDataParallel's devices, and those of DDP in one process, are measured one after the other. In a job, every
@@ -391,7 +391,7 @@ def surveyed(run: Run) -> Survey:
     return survey_ranks(run)
 
 
-def checked(run: Run) -> tuple[Check, ...]:
+def check_gradients(run: Run) -> tuple[Check, ...]:
     """Check on the CPU whether splitting the batch changes the training. The plan gets the result, or a note."""
     from autosplit.probe.gradient_check import checks_for, not_checked
 

@@ -33,6 +33,8 @@ import autosplit
 from autosplit.errors import DeviceError, InputError, WorkloadError
 from autosplit.oom import OutOfMemoryError
 from autosplit.parallel.balanced import AmbiguousBatchWarning, BalancedDataParallel, data_parallel
+from autosplit.parallel.persistent_replicas import PersistentReplicas
+from autosplit.parallel.tensor_copies import Copies
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.workload.tree import Whole
 
@@ -474,3 +476,12 @@ class TestCopies:
         assert torch.equal(twin(inputs), wrapped(inputs))
         assert (twin.split, twin.gpu0_bsz, twin.ceilings, twin.reduce) == ((1, 3), 1, (2, 6), "sum")
         assert twin.module.weight is not wrapped.module.weight
+
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+    def test_a_copy_has_no_replicas(self, duplicate):
+        """After a rename, the copy shared the replicas of the original."""
+        wrapped = wrap(nn.Linear(3, 2), 1, 3)
+        wrapped._replicas = PersistentReplicas(Copies())
+        twin = duplicate(wrapped)
+        assert twin._replicas is None
+        assert vars(twin).keys() == vars(wrapped).keys()

@@ -16,7 +16,7 @@ from autosplit import tune
 from autosplit.errors import PlanError
 from autosplit.plan.explanation import Bound
 from autosplit.plan.plan import Plan
-from autosplit.plan.resolve import problem_of
+from autosplit.plan.solve_again import problem_of
 from autosplit.solve.change import NO_LIMIT_BYTES, Change, changed
 from autosplit.solve.step_time import Cost, Residual
 from autosplit.solve.trial import Trial

@@ -21,8 +21,8 @@ from autosplit.devices import accelerator
 from autosplit.devices.host_memory import FILLED_SHARE, HOST_SHARE
 from autosplit.devices.spec import parse_devices
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.probe.ceiling_search import MOST_FAILURES
 from autosplit.probe.find_ceiling import find_ceiling
-from autosplit.probe.wall_search import MOST_FAILURES
 from autosplit.runtime.accelerator import AcceleratorWorker
 from autosplit.runtime.protocol import StepShape
 

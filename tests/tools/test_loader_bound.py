@@ -122,7 +122,7 @@ def test_the_plan_makes_the_loader(plan):
 
 
 def test_the_old_keyword_names_the_new_function(monkeypatch):
-    monkeypatch.setattr(tune, "tuned", lambda *_: pytest.fail("it was tuned"))
+    monkeypatch.setattr(tune, "tune_request", lambda *_: pytest.fail("it was tuned"))
     with raises(InputError, "autosplit.fit_to_loader(plan, loader)"):
         tuned("cpu", loader=DataLoader([torch.zeros(1)]))
     with raises(TypeError, "loaders="):

@@ -18,7 +18,7 @@ from autosplit import Plan
 from autosplit.ddp.context import Context
 from autosplit.errors import InputError, PlanError
 from autosplit.plan.layout import Seat
-from autosplit.plan.resolve import LINE_ERROR
+from autosplit.plan.solve_again import LINE_ERROR
 from autosplit.solve.memory import MemoryParts
 from autosplit.solve.problem import Problem
 from autosplit.solve.step_time import Cost, StepTime, TimeCurve

@@ -53,7 +53,7 @@ from autosplit.solve.step_time import RankStepTime, StepTime, TimeCurve
 from autosplit.solve.trial import Trial
 from autosplit.tuning import rank_group as jobs
 from autosplit.tuning.peers import Failure, Interrupts, Peers
-from autosplit.tuning.process import agreed
+from autosplit.tuning.process import equal_on_all_ranks
 from autosplit.tuning.rank_steps import RankSteps
 from autosplit.tuning.tune import TuningInterrupted, request_for
 
@@ -477,7 +477,7 @@ def test_a_loss_that_holds_its_ranks_own_is_the_same_workload() -> None:
     """Ranks have different numbers and data, but one profile serves the job."""
     every = [workload_of(workload(compute_loss=HeldLoss(rank))) for rank in (0, 1)]
     assert every[0] != every[1]
-    said = agreed(every)
+    said = equal_on_all_ranks(every)
     assert {name for name in said if said[name] != every[0][name]} == {"compute_loss"}
 
 

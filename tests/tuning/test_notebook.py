@@ -101,7 +101,7 @@ def test_a_real_kernel_shows_the_bar_and_the_plan():
 def test_a_fraction_never_falls_and_stages_follow_each_other():
     """A first tuning showed "starting" for most of its first half minute."""
     told: list[Progress] = []
-    tell = notebook.onward(told.append)
+    tell = notebook.never_falling(told.append)
     stages = ("building", "preparing", "checks", "ceilings", "times", "search", "confirming", "done")
     for stage in stages:
         for share in (0.0, 0.5, 7.0):

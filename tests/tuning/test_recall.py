@@ -33,7 +33,7 @@ from autosplit.errors import InputError
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
-from autosplit.plan.resolve import resolve
+from autosplit.plan.solve_again import resolve
 from autosplit.probe import request
 from autosplit.probe.gradient_check import not_checked
 from autosplit.profiles import key
@@ -47,7 +47,7 @@ from autosplit.solve.change import Change
 from autosplit.solve.memory import Ceiling
 from autosplit.tuning import recall as recalling
 from autosplit.tuning.process import Process, Processes, alone
-from autosplit.tuning.recall import Recalled
+from autosplit.tuning.recall import FoundPlan
 from autosplit.tuning.tune import tune
 from autosplit.workload.workload import Workload
 
@@ -306,8 +306,8 @@ def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_f
         processes = Processes(process)
         processes.ask(Process.build)
         processes.prepare(lowered, key)
-        found = Recalled(whole, Path("ab12.json"), short="less memory is free")
-        again, _ = recalling.tried_again(key, lowered, found, processes)
+        found = FoundPlan(whole, Path("ab12.json"), short="less memory is free")
+        again, _ = recalling.confirm_or_solve_again(key, lowered, found, processes)
     assert again is not None
     assert again != whole
     assert all(seat.peak_bytes <= seat.device.capacity_bytes == kib * 1024 for seat in again.main.seats)

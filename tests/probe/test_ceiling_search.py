@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 from caching_allocator import Card, Network, brute_force
 
-from autosplit.probe.wall_search import MOST_BLURRED_STEPS, MOST_STEPS, WallSearch
+from autosplit.probe.ceiling_search import MOST_BLURRED_STEPS, MOST_STEPS, WallSearch
 
 CASES = 40
 

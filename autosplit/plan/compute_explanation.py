@@ -23,7 +23,7 @@ from autosplit.plan.explanation import (
 )
 from autosplit.plan.layout import Layout
 from autosplit.plan.record import PlanRecord
-from autosplit.plan.resolve import problem_of
+from autosplit.plan.solve_again import problem_of
 from autosplit.plan.what_ifs import RemovableCost, predicted_rate, relaxations, what_ifs_of
 from autosplit.solve.problem import Problem
 from autosplit.solve.split import even_split
