@@ -27,8 +27,8 @@ from autosplit.devices.catalog import find_card
 from autosplit.oom import is_oom
 from autosplit.runtime.accelerator import AcceleratorWorker
 from autosplit.runtime.protocol import StepShape
-from autosplit.workload.batch import resize, unmarked
-from autosplit.workload.tree import map_tensors
+from autosplit.workload.batch import resize
+from autosplit.workload.tree import map_tensors, unmarked
 from autosplit.workload.workload import PRECISIONS
 
 ROOT = Path(__file__).parents[1]

@@ -59,7 +59,8 @@ def fitted_plan(
         device = replace(seat.device, name=f"card {index}", capacity_bytes=cap * PER_SAMPLE)
         return replace(seat, device=device, samples=split[index], ceiling=ceiling, peak_bytes=peak_bytes)
 
-    plan = changed_seats(with_layouts(plan, plan.main, made_ranks(plan.devices, split, sum(split))), fitted)
+    ranks = made_ranks(plan.devices, split, effective or sum(split))
+    plan = changed_seats(with_layouts(plan, plan.main, ranks), fitted)
     plan = changed_layout(plan, samples_per_s=1000.0)
     plan = changed_plan(
         plan,

@@ -123,7 +123,7 @@ def _context_of_job(
 
 @contextmanager
 def _process_group(place: Place, ctx: Context, store: Any, timeout_s: float) -> Iterator[Any]:
-    """Create the process group, if there is none, and destroy it at the end. Yield the job's store."""
+    """Create the process group, if there is none, and destroy it at the end. Yield the store of the progress."""
     if dist.is_initialized():
         yield _progress_store(store_of_group(), place)
         return

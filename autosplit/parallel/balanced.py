@@ -72,7 +72,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
       wrapper, not the module.
 
     Args:
-        gpu0_bsz: Samples per forward on device 0. None uses `split[0]`.
+        gpu0_bsz: Samples per forward on device 0. None uses `split[0]`, or splits evenly if there is no `split`.
         module: The module. Its parameters must be on device 0 at the first forward.
         device_ids: GPUs, or ``["cpu", "cpu"]`` to try the wrapper without GPUs. Default: every visible GPU. If there is
             none, the wrapper calls the module directly.
@@ -133,7 +133,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
 
     @property
     def split(self) -> tuple[int, ...] | None:
-        """Samples per device in one full forward. None if only `gpu0_bsz` was given."""
+        """Samples per device in one full forward. None if no split was given."""
         return self._split
 
     @split.setter
@@ -174,7 +174,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
     def split_of(self, batch_size: int, *, bounded: bool = True) -> tuple[int, ...]:
         """Return the number of samples of a batch that each device gets.
 
-        In a loop over a `TokenBatchSampler`, the sampler's split of the current micro-batch applies.
+        In a loop over a `TokenBatchSampler`, the sampler's split of the current micro-batch applies, unless the batch
+        is larger.
 
         Args:
             bounded: Whether to respect the ceilings. Forwards without gradients need less memory.
@@ -273,7 +274,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         on lists of tensors is not detected, because torch counts no versions there.
 
         Replicas do not persist if parameters have hooks, because hooks expect whole gradients. Devices called ``"cpu"``
-        have no replicas.
+        have replicas only within `plan.budgets()`.
         """
         outer, self._syncs = self._syncs, False
         try:
@@ -386,7 +387,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             self._checked = True
 
     def _replicas_now(self) -> tuple[PersistentReplicas | None, bool]:
-        """Return the persistent replicas (None to create new ones), and whether this is the last micro-step."""
+        """Return the persistent replicas, if there are any, and whether this is the last micro-step."""
         accumulation = current_accumulation()
         last = self._syncs and (accumulation is None or accumulation.is_last)
         if self._replicas is not None and accumulation is None and last and not self._replicas.needed:

@@ -234,7 +234,7 @@ def tune_request(
 ) -> Plan:
     """Return the plan of a checked request, on every rank of a job. See `tune`."""
     with process_for(request, source_of, isolate=isolate) as process:
-        # Rank 0 runs this function, and the other ranks its orders. The job's request has the devices of all ranks.
+        # Rank 0 runs the lambda, and the other ranks its orders. The job's request has the devices of all ranks.
         plan = drive(process, lambda processes: Tuning(processes, process.job.request, listener).plan())
     # A stored plan may have several lengths, which only `tune_lengths` requests.
     return plan if plan.lengths is None else replaced(plan, lengths=None)
@@ -246,6 +246,8 @@ class Tuning:
 
     Attributes:
         processes: All processes that tune together. Each has a worker, which runs steps on the process's own devices.
+        request: The request, with the devices of all ranks.
+        progress: Function that is called with each `Progress`.
     """
 
     processes: Processes
@@ -273,7 +275,7 @@ def request_for(spec: Any, strategy: str, **options: Any) -> Request:
     if strategy == "ddp":
         from autosplit.tuning.rank_group import in_a_job, own_devices
 
-        parse = own_devices if in_a_job() else parse_devices
+        parse = own_devices if in_a_job() else parse
     return checked_request(devices=parse(spec), defaulted=spec is None, strategy=strategy, **options)
 
 

@@ -56,5 +56,5 @@ def test_other_ranks_say_which_they_are(script, capsys, monkeypatch):
 
 
 def test_quiet_and_verbose_are_one_or_the_other(capsys):
-    assert main(["devices", "--quiet", "--verbose"]) == 2
+    assert main(["tune", "x.py", "--quiet", "--verbose"]) == 2
     assert "--quiet and --verbose are given together. Choose one of them" in capsys.readouterr().err

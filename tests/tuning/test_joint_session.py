@@ -182,7 +182,7 @@ def without_memory() -> list[Any]:
     """Run steps with too many samples on rank 0, the last rank, and both in turn. Then run a fitting step."""
     request = checked_request(devices=parse_devices(DEVICES), strategy="ddp")
     found = []
-    with jobs.joined(request) as job:
+    with jobs.joined_job(request) as job:
         given = workload()
         worker = CpuWorker(job.devices, job.capacities_bytes, training_copy(given, device=job.device), 64)
         steps = RankSteps(given, worker, job.device, job.peers, backend="gloo", options=DdpOptions().keywords())
@@ -201,7 +201,7 @@ def batches_made() -> int:
         made.append(n)
         return torch.randn(n, 16), torch.randn(n, 1)
 
-    with jobs.joined(checked_request(devices=parse_devices(DEVICES), strategy="ddp")) as job:
+    with jobs.joined_job(checked_request(devices=parse_devices(DEVICES), strategy="ddp")) as job:
         given = workload(make_batch=make)
         worker = CpuWorker(job.devices, job.capacities_bytes, training_copy(given, device=job.device), 64)
         steps = RankSteps(given, worker, job.device, job.peers, backend="gloo", options=DdpOptions().keywords())
@@ -230,7 +230,7 @@ def spinning_for_one_without_memory() -> list[Any]:
     spinning.register()
     request = checked_request(devices=parse_devices(DEVICES), strategy="ddp")
     found: list[Any] = []
-    with jobs.joined(request) as job:
+    with jobs.joined_job(request) as job:
         for victim, error in ((1, torch.OutOfMemoryError("out of memory")), (0, torch.OutOfMemoryError("again"))):
             sprung: list[bool] = []
 
