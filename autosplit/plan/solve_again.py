@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autosplit.errors import PlanError
-from autosplit.plan.layout import Layout
+from autosplit.plan.layout import Layout, Seat
 from autosplit.plan.record import P, PlanRecord, with_layouts
 from autosplit.solve.change import Change, changed
 from autosplit.solve.memory import Region, samples_within
@@ -66,7 +66,7 @@ def resolve(plan: P, change: Change) -> P | None:
     """Return the plan after a change, with predicted throughput and peaks.
 
     Args:
-        change: The change. If it has `devices`, it has DDP's layout only.
+        change: The change, with the plan's devices.
 
     Returns:
         None if the main layout does not fit, or has no cost model. If only DDP does not fit, the plan lacks its layout.
@@ -86,6 +86,7 @@ def resolve(plan: P, change: Change) -> P | None:
 
 
 def _as_single_rank(ddp: Layout, main: Layout) -> Layout:
+    """Return DDP's layout with one rank, which trains as the main layout's only device does."""
     return replace(main, strategy="ddp", region=None, measured=False, options=ddp.options, least_batch=ddp.least_batch)
 
 
@@ -93,7 +94,8 @@ def _solved(plan: PlanRecord, layout: Layout, change: Change) -> Layout | None:
     """Solve a layout's problem after a change."""
     if layout.cost is None:
         return None
-    return (_solved_ranks if layout.strategy == "ddp" else _solved_split)(plan, layout, change)
+    solve = _solved_ranks if layout.strategy == "ddp" else _solved_split
+    return solve(plan, layout, change)
 
 
 def _within_lines(change: Change, waiting_bytes: int) -> Change:
@@ -159,15 +161,19 @@ def with_solution(
             layout.seats, capacities, solution.split, ceilings, peaks_bytes, curves, strict=True
         )
     )
+    return replace(solved(layout, solution, seats), region=region)
+
+
+def solved(layout: Layout, solution: Solution, seats: Sequence[Seat]) -> Layout:
+    """Return the layout with another solution, whose throughput is predicted, and the seats of its split."""
     return replace(
         layout,
-        seats=seats,
+        seats=tuple(seats),
         accumulation_steps=solution.accumulation_steps,
         effective_batch_size=solution.effective_batch_size,
         samples_per_s=solution.samples_per_s,
         measured=False,
         even_samples_per_s=None,
-        region=region,
     )
 
 

@@ -54,7 +54,7 @@ from autosplit.notes import Note
 from autosplit.plan.layout import Layout, seated
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import with_notes
-from autosplit.plan.solve_again import LINE_ERROR
+from autosplit.plan.solve_again import LINE_ERROR, solved
 from autosplit.plan.torchrun import required_ranks
 from autosplit.solve.change import with_ceilings
 from autosplit.solve.memory import Ceiling, largest_size, samples_within
@@ -287,17 +287,8 @@ class _Variant:
         """Return the plan of a solution."""
         cost, ceilings = self._cost, self.problem.ceilings
         peaks = [ceiling.bytes_at(samples) for ceiling, samples in zip(ceilings, solution.split, strict=True)]
-        layout = replace(
-            self.ranks,
-            seats=seated(self.ranks, solution.split, ceilings, peaks, cost),
-            accumulation_steps=solution.accumulation_steps,
-            effective_batch_size=solution.effective_batch_size,
-            samples_per_s=solution.samples_per_s,
-            measured=False,
-            even_samples_per_s=None,
-            cost=cost,
-            shard_size=self.size,
-        )
+        layout = solved(self.ranks, solution, seated(self.ranks, solution.split, ceilings, peaks, cost))
+        layout = replace(layout, cost=cost, shard_size=self.size)
         return replace(self.before, layouts=(layout,), trials=(), what_ifs=None, lengths=None)
 
     def note(self, solution: Solution) -> Note:

@@ -46,13 +46,13 @@ PROBE = Command(
         "Search": {
             "--role primary|replica|rank|eval|resume|save ...": "What a device does. primary: device 0 of "
             "BalancedDataParallel. replica: another device of "
-            "it. rank: a DDP process. eval: a forward without "
-            "gradients. resume: a rank with a loaded "
-            "checkpoint. save: a rank with a copy that is "
-            "being saved. Give this option once per role. "
+            "BalancedDataParallel. rank: a DDP process. "
+            "eval: a forward without gradients. "
+            "resume: a rank with a loaded checkpoint. "
+            "save: a rank with a copy that is being saved. Give this option once per role. "
             "Default: rank.",
             **o.MAX_BATCH_SIZE,
-            "--exact": "Also check that one more sample runs out of memory.",
+            "--exact": "Also check that a batch with one more sample runs out of memory.",
             "--time-limit-s SECONDS": (
                 "Time limit for all devices. After this time, autosplit confirms no result with a real step."
             ),
