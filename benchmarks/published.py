@@ -46,6 +46,7 @@ from autosplit.devices.catalog import find_card
 from autosplit.devices.spec import parse_devices
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.trainee import Trainee
+from autosplit.sim.caching_allocator import AllocatorSettings
 from autosplit.sim.fake_copy import built_without_memory, fake_mode
 from autosplit.sim.gpu_kernels import GpuKernels
 from autosplit.sim.op_cost import OpCost
@@ -61,6 +62,14 @@ LATER = ("H100-80GB", "A100-PCIe-80GB", "L4")
 
 CHANGED = ("ig_resnext101_32x16d", "ig_resnext101_32x32d", "ig_resnext101_32x48d")
 """Models that have an eighth to a half of the measured parameters in today's timm."""
+
+USABLE_BYTES = int(21.7 * 2**30)
+"""Memory of the RTX 3090 that torch could reserve for the published largest batches.
+
+torch 1.12 with CUDA 11.3 loads all kernels when it starts, so its context is larger than that of the catalogue. The size
+was fitted: among 89 of the rows, drawn at random, 93% of the predictions lie within the published range with 21.7 GiB.
+With 21.3 GiB and with 22 GiB, it is 92%.
+"""
 
 HELD_OUT = ("TITAN-Xp", "V100-PCIe-16GB", *LATER)
 """GPUs that nothing is fitted to."""
@@ -212,8 +221,7 @@ def trace(row: Row, batch: int, cache: Path | None) -> Trace:
     if kept.exists():
         found: Trace = pickle.loads(kept.read_bytes())
         return found
-    followed = _tracer(_step_only(row), _kernels(row)).trace(StepShape(((batch,),)))
-    found = replace(followed, entries=())
+    found = _tracer(_step_only(row), _kernels(row)).trace(StepShape(((batch,),)))
     if cache is not None:
         kept.write_bytes(pickle.dumps(found))
     return found
@@ -335,12 +343,13 @@ def gains(known: list[Row], cache: Path | None, most: int) -> dict[str, dict[str
 
 def brackets(known: list[Row], cache: Path | None) -> dict[str, float]:
     """Return how often the largest batch is between the largest successful batch and the next failed batch."""
-    usable = parse_devices("sim:RTX3090")[0].capacity_bytes
+    settings = AllocatorSettings()
     inside = above = count = 0
     for row in known:
         if row.failed and row.layout == "nchw":
             with _leaving_out(row):
-                fits, fails = (trace(row, batch, cache).peak_bytes[0] <= usable for batch in (row.batch, row.failed))
+                found = (trace(row, batch, cache) for batch in (row.batch, row.failed))
+                fits, fails = (one.reserved_bytes(0, settings, USABLE_BYTES) <= USABLE_BYTES for one in found)
                 count, inside, above = count + 1, inside + (fits and not fails), above + fails
     return {"models": count, "inside": round(inside / max(1, count), 3), "above": round(above / max(1, count), 3)}
 

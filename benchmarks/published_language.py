@@ -5,9 +5,8 @@
 The table is `published_language.csv`. Each row names its source. Rows that need torch.compile, FlexAttention or FSDP
 are listed and not compared, because simulated steps are eager and each device holds the whole model. Models have random
 weights. A ratio is predicted / published. "allocated" memory is torch.cuda.max_memory_allocated. "reserved" memory
-includes the gaps of the allocator, and "VRAM" the CUDA context, too. For both, the prediction is the memory that a plan
-for this GPU would count: with the catalogue's share for gaps, and for "VRAM" with its context. "exceeded" is the memory
-of a GPU that was not enough. Nothing is fitted to these rows.
+includes the gaps of the allocator, and "VRAM" the CUDA context of the catalogue, too. "exceeded" is the memory of a GPU
+that was not enough. Nothing is fitted to these rows.
 """
 
 from __future__ import annotations
@@ -218,7 +217,8 @@ def compare(row: Row) -> dict[str, Any]:
     kernels = GpuKernels.of(find_card(row.simulated).compute_capability)
     tracer = Tracer(workload(row), fake=True, like_gpu=True, kernels=kernels)
     worker = SimulatedWorker(devices, (2**60,), tracer)
-    found = worker.measure(StepShape(((row.batch,),) * row.accumulation))
+    shape = StepShape(((row.batch,),) * row.accumulation)
+    found = worker.measure(shape)
     report: dict[str, Any] = {
         "model": row.model,
         "card": row.card,
@@ -230,9 +230,10 @@ def compare(row: Row) -> dict[str, Any]:
         report["time ratio"] = round(found.seconds / row.step_s, 3)
     if row.peak_gb:
         spec = find_card(row.simulated)
-        gaps = 0.0 if row.memory == "allocated" else spec.fragmented
         context_bytes = spec.context_bytes if row.memory in {"VRAM", "exceeded"} else 0
-        predicted_gb = (found.peak_bytes[0] / (1 - gaps) + context_bytes) / 1e9
+        (parts,) = worker.predicted(shape)
+        gaps_bytes = parts.untraced_bytes if row.memory == "allocated" else 0
+        predicted_gb = (parts.total_bytes - gaps_bytes + context_bytes) / 1e9
         report |= {f"published GB {row.memory}": row.peak_gb, "predicted GB": round(predicted_gb, 2)}
         report["memory ratio"] = round(predicted_gb / row.peak_gb, 3)
     return {**report, "source": row.source}

@@ -214,9 +214,15 @@ def _fixed_seeds() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture
+def exact_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the allocator of simulated GPUs reserve exactly the tensors, as with PYTORCH_NO_CUDA_MEMORY_CACHING=1."""
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+
+
 @pytest.fixture(scope="module")
 def without_workspaces() -> Iterator[None]:
-    """Let a `sim:` device of a few KiB hold a model. On a GPU of compute capability 8.0 cuBLAS alone takes 16 MiB."""
+    """Let a `sim:` device of a few KiB hold a model. cuBLAS alone takes 16 MiB, and the allocator reserves 2 MiB."""
     if importlib.util.find_spec("autosplit.sim") is None:  # tests of the core alone
         yield
         return
@@ -225,4 +231,5 @@ def without_workspaces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_memory, "cublas_workspace_bytes", lambda _capability: 0)
         patch.setattr(kernel_memory, "cublaslt_workspace_bytes", lambda: 0)
+        patch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
         yield

@@ -1,4 +1,4 @@
-"""Run every test that needs an accelerator on emulated devices, in four processes."""
+"""Run every test that needs an accelerator on emulated devices, in five processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARKED = re.compile(r"\bpytest\.mark\.gpu\b")
 MARKED_FILES = (p for p in TESTS.rglob("test_*.py") if MARKED.search(p.read_text(encoding="utf-8")))
 FILES = sorted(str(path.relative_to(TESTS)) for path in MARKED_FILES)
 WITH_RANKS = [name for name in FILES if name.startswith(("ddp/", "integrations/", "tools/test_ddp_"))]
-ALONE = ("probe/test_emulated_ceilings.py", "runtime/test_child_worker.py")
+ALONE = ("probe/test_emulated_ceilings.py", "runtime/test_child_worker.py", "sim/test_caching_allocator.py")
 """Files that compare all memory of a device, so nothing may run before them in their process."""
 
 OTHERS = sorted({*FILES} - {*WITH_RANKS, *ALONE}, key=lambda name: (name != "test_emulated_devices.py", name))

@@ -83,7 +83,7 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     launch_s: Annotated[float, Meta(gt=0, le=1)]
     context_gib: Annotated[float, Meta(ge=0, le=64)] = 0.0
-    fragmented: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    driver_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     sustained: dict[_Rate, _Share] = {}
 
 
@@ -99,8 +99,8 @@ class GpuSpec:
 
     Attributes:
         name: Its name in ``sim:`` specs, without spaces (``"A100-40GB"``).
-        context_bytes: Memory that the CUDA context uses.
-        fragmented: Fraction of the rest that workspaces and gaps between tensors use.
+        context_bytes: Memory that the driver and the CUDA context use.
+        integrated: Whether the GPU uses the host's memory. Training then gets `HOST_SHARE` of it.
         peak_flops: Dense peak by dtype name, in FLOP/s: always ``float32`` (without tensor cores), ``float16`` and
             ``float64``. ``tf32`` and ``bfloat16`` only if the hardware supports them.
         link_bytes_per_s: Bandwidth to other GPUs in one direction, over its usual link.
@@ -128,13 +128,14 @@ class GpuSpec:
     sustained_on: str = ""
     memory_power: float = 1.0
     context_bytes: int = 0
-    fragmented: float = 0.0
+    integrated: bool = False
     driver_names: tuple[str, ...] = ()
 
     @property
     def usable_bytes(self) -> int:
-        """Memory of a whole GPU that tensors can use."""
-        return int((self.memory_bytes - self.context_bytes) * (1.0 - self.fragmented)) // 512 * 512
+        """Memory of a whole GPU that torch's allocator can reserve."""
+        share = HOST_SHARE if self.integrated else 1
+        return int((self.memory_bytes - self.context_bytes) * share) // 512 * 512
 
     def sustained_flops(self, rate: str) -> float:
         """Return the FLOP/s of matrix products of a dtype. A dtype without hardware support runs as float32."""
@@ -232,8 +233,8 @@ def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
             compute_capability=row.compute_capability,
             source=row.source,
             multiprocessors=row.multiprocessors,
-            context_bytes=int(min(defaults.context_gib, row.memory_gib / 2) * 2**30),
-            fragmented=float(1 - HOST_SHARE) if row.integrated else defaults.fragmented,
+            context_bytes=_context_bytes(row, defaults),
+            integrated=row.integrated,
             sustained={str(rate): share for rate, share in {**sustained, **like.sustained}.items()},
             sustained_on=measured_on if sustained else "",
             memory_power=like.memory_power,
@@ -242,6 +243,11 @@ def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
     if len({_normal(name) for name in specs}) < len(specs):
         raise ValueError("two GPUs have names that differ only in case, '-', '_' or the brand")
     return specs
+
+
+def _context_bytes(row: _Row, defaults: _Defaults) -> int:
+    used_gib = defaults.context_gib + defaults.driver_share * row.memory_gib
+    return int(min(used_gib, row.memory_gib / 2) * 2**30)
 
 
 def _check_row(name: str, row: _Row, links: Mapping[str, float], known: _Table) -> None:

@@ -39,7 +39,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autosplit.runtime.memory_tracker import BLOCK_BYTES
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.trainee import Trainee
 from autosplit.sim.gpu_kernels import GpuKernels
@@ -48,6 +47,7 @@ from autosplit.sim.kernel_time import Codes, Numbers
 from autosplit.sim.op_calls import odd_split
 from autosplit.sim.op_cost import Move, Work
 from autosplit.sim.op_recorder import Event
+from autosplit.sim.reserved_memory import block_bytes
 from autosplit.sim.tracer import Phase, Trace, Tracer
 from autosplit.solve.memory import MemoryParts
 
@@ -299,7 +299,7 @@ class _Columns:
         columns = [np.array([float(entry.nbytes) for entry in trace.entries])]
         columns += [work.numbers.ravel() for work in works]
         columns.append(np.array([float(event.nbytes) for event in events if isinstance(event, Move)]))
-        order: list[object] = [(one.kind, one.device, one.nbytes < 0, one.limits) for one in trace.entries]
+        order: list[object] = [(one.kind, one.device, one.nbytes < 0, one.limits, one.block) for one in trace.entries]
         for phase in _PHASES:
             order.append(phase)
             for event in trace.events(phase):
@@ -348,25 +348,28 @@ class _TraceModel:
         base = self._points[0].trace
         numbers = np.rint(_evaluated(self._points, split))
         count = len(base.entries)
-        sizes, (least, most) = np.abs(numbers[:count]), np.array([entry.limits for entry in base.entries]).T
-        sizes = np.where(sizes < least, 0.0, np.minimum(sizes, most))
-        rounded = np.sign(numbers[:count]) * np.ceil(sizes / BLOCK_BYTES) * BLOCK_BYTES
+        rounded = block_bytes(base.entries, numbers[:count])
         here = [self._points[0].devices == device for device in range(len(split))]
         parts = tuple(_parts(rounded[mask], self._points[0].kinds[mask]) for mask in here)
         made = iter(_events([event for phase in _PHASES for event in base.events(phase)], numbers[count:]))
         phases = [tuple(itertools.islice(made, len(base.events(phase)))) for phase in _PHASES]
         broadcast, micro, reduce, update = phases
         peaks = tuple(part.total_bytes for part in parts)
-        return Trace(peaks, parts, base.entries, broadcast, micro, reduce, update)
+        return Trace(peaks, parts, base.entries, rounded, broadcast, micro, reduce, update)
 
     def _near(self, split: tuple[int, ...]) -> Trace:
         near = min(self._points, key=lambda point: abs(sum(point.split) - sum(split)))
         peaks = _evaluated(self._points, split, [np.array(point.trace.peak_bytes, float) for point in self._points])
         found = tuple(max(0, int(peak)) for peak in peaks)
-        parts = [one.of_peak(peak, measured=False) or one for one, peak in zip(near.trace.parts, found, strict=True)]
+        before = near.trace.parts
+        parts = tuple(one.of_peak(peak, measured=False) or one for one, peak in zip(before, found, strict=True))
         times = sum(split) / sum(near.split)
         micro = tuple(_scaled(event, times) for event in near.trace.micro)
-        return replace(near.trace, peak_bytes=found, parts=tuple(parts), micro=micro)
+        pairs = zip(parts, before, strict=True)
+        growth = np.array([part.activations_bytes / max(1, old.activations_bytes) for part, old in pairs])
+        grown = np.where(near.kinds == _KINDS.index("activations"), growth[near.devices], 1.0)
+        sizes = block_bytes(near.trace.entries, near.trace.entry_bytes * grown)
+        return replace(near.trace, peak_bytes=found, parts=parts, entry_bytes=sizes, micro=micro, reserved={})
 
 
 def _evaluated(points: Sequence[_Columns], split: tuple[int, ...], values: list[Numbers] | None = None) -> Numbers:

@@ -8,6 +8,7 @@ gradient and then freed. In a DDP rank, it is copied into DDP's buckets and then
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import torch
 
 from autosplit.runtime.memory_tracker import Kind
 from autosplit.sim.op_calls import OpCall
-from autosplit.sim.trace_tracker import Arrival, BoundedEntry, TraceTracker, limits_of
+from autosplit.sim.trace_tracker import Arrival, BoundedEntry, Stage, TraceTracker, limits_of
 
 aten = torch.ops.aten
 
@@ -44,41 +45,51 @@ class ArrivalCall:
 
 
 def entries_of(
-    tracker: TraceTracker, variant: Variant, begun_at: int = 0, bucket_bytes: int = 0
+    tracker: TraceTracker, variant: Variant, stages: tuple[int, int], bucket_bytes: int = 0
 ) -> tuple[BoundedEntry, ...]:
     """Return the storages that are allocated and freed in a variant of a one-device step, in order.
 
     Workspaces come first. Storages freed at the end are omitted, because they do not change the peak.
 
     Args:
-        begun_at: Number of entries before the first op. DDP's buckets exist from then on.
+        stages: Number of entries before the first op, and before the update. DDP's buckets exist from the first op on.
     """
-    if variant == "plain":
-        entries = list(tracker.bounded_entries())
-    else:
-        entries = list(_entries(tracker, variant))
-        if variant == "bucketed":
-            entries.insert(begun_at, BoundedEntry("gradients", 0, bucket_bytes))
+    account = list(enumerate(tracker.bounded_entries()) if variant == "plain" else _entries(tracker, variant))
+    if variant == "bucketed":
+        before = sum(at < stages[0] for at, _ in account)
+        account.insert(before, (stages[0] - 1, BoundedEntry("gradients", 0, bucket_bytes)))
+    numbers: defaultdict[int, int] = defaultdict(itertools.count().__next__)
+    entries = [one._replace(stage=_stage_of(at, stages), block=numbers[one.block]) for at, one in account]
     while entries and entries[-1].nbytes <= 0:
         entries.pop()
     return (*tracker.workspaces(), *entries)
 
 
-def _entries(tracker: TraceTracker, variant: Variant) -> Iterator[BoundedEntry]:
+def _stage_of(at: int, stages: tuple[int, int]) -> Stage:
+    begin, update = stages
+    return "before" if at < begin else "step" if at < update else "update"
+
+
+def _entries(tracker: TraceTracker, variant: Variant) -> Iterator[tuple[int, BoundedEntry]]:
+    """Yield the entries of a variant, each with its place in the traced account."""
     # Several arrivals may be views of one storage. The dictionary keeps the last of them.
     arrivals = {id(arrival.gradient): arrival for arrival in tracker.arrivals}
     going, copies = defaultdict(list), defaultdict(list)
     for arrival in arrivals.values():
         if variant == "bucketed" or not arrival.is_copy:
-            going[arrival.at].append(arrival.gradient.exact_bytes)
+            going[arrival.at].append(arrival.gradient)
     for arrival in tracker.arrivals if variant == "accumulating" else []:
-        copies[id(arrival.parameter)].append(arrival.nbytes)
+        copies[id(arrival.parameter)].append(arrival)
     for at, (held, device, _, exact_bytes) in enumerate(tracker.account):
-        yield from (BoundedEntry("activations", 0, -nbytes) for nbytes in going[at])
-        kind = _kind(variant, arrivals.get(id(held)), held.kind, goes=exact_bytes < 0)
+        for gone in going[at]:
+            yield at, BoundedEntry("activations", 0, -gone.exact_bytes, block=id(gone))
+        own, goes = arrivals.get(id(held)), exact_bytes < 0
+        kind = _kind(variant, own, held.kind, goes=goes)
         if kind is not None:
-            yield BoundedEntry(kind, device, exact_bytes, limits_of(held))
-        yield from (BoundedEntry("gradients", 0, nbytes) for nbytes in copies.pop(id(held), []))
+            block = id(own) if own is not None and goes else id(held)  # the earlier micro-steps' gradient goes last
+            yield at, BoundedEntry(kind, device, exact_bytes, limits_of(held), block)
+        for arrival in copies.pop(id(held), []):
+            yield at, BoundedEntry("gradients", 0, arrival.nbytes, block=id(arrival))
 
 
 def _kind(variant: Variant, arrival: Arrival | None, kind: Kind, *, goes: bool) -> Kind | None:

@@ -14,8 +14,8 @@ each group's result. The results take 8,192 bytes per row, up to 16,896 rows. Ab
 at once, and the results stay at 132 MiB.
 
 The formulas are from torch 2.11's sources, which are named at each function. They are compared with GPU measurements in
-benchmarks/results/gpu (tests/runtime/test_kernel_memory.py). The workspaces of cuDNN's convolutions and recurrent
-layers are missing: cuDNN is closed source, and no bound is published.
+benchmarks/results/gpu (tests/runtime/test_kernel_memory.py). cuDNN is closed source, and no bound of its workspaces is
+published. So those of recurrent layers are missing, and those of convolutions are the copies that profiles show.
 """
 
 from __future__ import annotations
@@ -54,10 +54,12 @@ class Block:
     Attributes:
         nbytes: Size before rounding and limits. A constant, or exactly proportional to the batch.
         limits: If `nbytes` is below the first limit, the block does not exist. It never exceeds the second limit.
+        is_alone: Whether the operator frees the block before it allocates the next block.
     """
 
     nbytes: int
     limits: tuple[float, float] = NO_LIMITS
+    is_alone: bool = False
 
     @property
     def limited_bytes(self) -> int:
@@ -70,7 +72,7 @@ Blocks = tuple[Block, ...]
 
 
 def temporary_blocks(func: Any, args: Sequence[Any], outputs: Any, kernels: GpuKernels) -> Blocks:
-    """Return the blocks that an operator has allocated at its peak, and frees before it returns."""
+    """Return the blocks that an operator allocates and frees before it returns, in order."""
     inside = _INSIDE.get(getattr(func, "overloadpacket", None))
     return () if inside is None else inside(args, outputs, kernels)
 
@@ -222,13 +224,6 @@ def _sum(args: Sequence[Any], _outputs: Any, kernels: GpuKernels) -> Blocks:
     return _group_results(args[0], args[1], kernels)
 
 
-def _convolution_backward(args: Sequence[Any], outputs: Any, kernels: GpuKernels) -> Blocks:
-    """See `convolution_backward` in Convolution.cpp: the gradient of the bias is a sum."""
-    if outputs[2] is None:
-        return ()
-    return _group_results(args[0], (0, *range(2, args[0].dim())), kernels)
-
-
 def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> Blocks:
     """Return the group results of a sum over all dimensions except the last in memory.
 
@@ -258,6 +253,41 @@ def _group_results(values: Tensor, over: Sequence[int], kernels: GpuKernels) -> 
     return (Block(rows * row_bytes, ((255 * down + 1) * row_bytes, most_bytes)),)
 
 
+# ------------------------------------------------------------------------------------------------------ convolutions
+
+_LEAST_CHANNELS = 8
+"""Input channels from which on a forward runs on tensor cores: a whole vector of numbers in half precision."""
+
+
+def _transposed(*images: Tensor, kernels: GpuKernels) -> Blocks:
+    """Return cuDNN's copies of images of shape (batch, channels, ...) whose channels are not last in memory.
+
+    Tensor cores need the channels last. Profiles of an H200 show the copies of the input, of the output and of the
+    weights (nchwToNhwcKernel in benchmarks/results/gpu/h200_kernels.json). Those of the weights are small and left out.
+    """
+    least = 80 if images[0].dtype is torch.float32 else 70  # cuDNN may use TF32 by default, matrix products may not
+    if kernels.capability < least or any(image.stride(1) == 1 for image in images if image.shape[1] > 1):
+        return ()
+    return (Block(sum(_nbytes(image) for image in images), is_alone=True),)
+
+
+def _convolution(args: Sequence[Any], output: Tensor, kernels: GpuKernels) -> Blocks:
+    image, groups = args[0], args[8]
+    if groups > 1 or image.shape[1] < _LEAST_CHANNELS:
+        return ()
+    return _transposed(image, output, kernels=kernels)
+
+
+def _convolution_backward(args: Sequence[Any], outputs: Any, kernels: GpuKernels) -> Blocks:
+    """See `convolution_backward` in Convolution.cpp: the gradient of the bias is a sum."""
+    grad, image, groups = args[0], args[1], args[9]
+    copies = _transposed(image, grad, kernels=kernels) if groups == 1 else ()
+    blocks = copies * sum(output is not None for output in outputs[:2])
+    if outputs[2] is not None:
+        blocks += _group_results(grad, (0, *range(2, grad.dim())), kernels)
+    return blocks
+
+
 # ------------------------------------------------------------------------------------------------------- embeddings
 
 
@@ -283,6 +313,7 @@ _FORMULAS: dict[str, Callable[[Sequence[Any], Any, GpuKernels], Blocks]] = {
     "_softmax_backward_data": _softmax_backward,
     "_safe_softmax": _safe_softmax,
     "sum": _sum,
+    "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "embedding_dense_backward": _embedding_backward,
 }

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autosplit.devices.device import Device
@@ -23,6 +23,7 @@ from autosplit.runtime.memory_tracker import rounded
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracked_step import bucket_bytes, views_buckets
 from autosplit.sim.affine_traces import AffineTraces
+from autosplit.sim.caching_allocator import AllocatorSettings
 from autosplit.sim.clocks import Clocks
 from autosplit.sim.fake_trainee import FakeTrainee
 from autosplit.sim.gpu_kernels import GpuKernels
@@ -42,7 +43,34 @@ _Played = Phase | Literal["first"]
 """The part of a step to replay. ``first`` is the first micro-step including the broadcast."""
 
 
-_NOTHING = MemoryParts(0, 0, 0, 0, 0)
+@dataclass(frozen=True)
+class TracedDevice:
+    """A device's place in a trace.
+
+    Attributes:
+        bucket_bytes: DDP's buckets, if the trace does not contain them.
+    """
+
+    trace: Trace
+    index: int
+    bucket_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the tensors, in bytes."""
+        return self.trace.peak_bytes[self.index] + self.bucket_bytes
+
+    def parts(self, settings: AllocatorSettings, capacity_bytes: int | None) -> MemoryParts:
+        """Return the parts of the peak. `untraced_bytes` is memory that the allocator reserves for no tensor."""
+        parts, room_bytes = self.trace.parts[self.index], capacity_bytes
+        if room_bytes is not None:
+            room_bytes -= self.bucket_bytes
+        reserved_bytes = self.trace.reserved_bytes(self.index, settings, room_bytes)
+        return replace(
+            parts,
+            gradients_bytes=parts.gradients_bytes + self.bucket_bytes,
+            untraced_bytes=reserved_bytes - parts.total_bytes,
+        )
 
 
 def active(split: tuple[int, ...]) -> list[int]:
@@ -172,25 +200,17 @@ class WholeStep:
             shape.arrangement == "rank" and views_buckets(shape) and isinstance(tracer.trainee, FakeTrainee)
         )
 
-    def peaks(self) -> tuple[int, ...]:
-        """Return the peak of each device, in bytes."""
-        buckets = self._untraced_buckets()
-        peaks = [0] * self._num_devices
-        for index, peak_bytes in zip(self._place, self._trace(self._shape.splits[0]).peak_bytes, strict=True):
-            peaks[index] = peak_bytes + buckets
-        return tuple(peaks)
+    def devices(self) -> list[TracedDevice | None]:
+        """Return each device's place in a trace, or None for a device without samples."""
+        trace, buckets = self._trace(self._shape.splits[0]), self._untraced_buckets()
+        found: list[TracedDevice | None] = [None] * self._num_devices
+        for place, index in enumerate(self._place):
+            found[index] = TracedDevice(trace, place, buckets)
+        return found
 
     def _untraced_buckets(self) -> int:
         beside = self._shape.num_ranks > 1 and not self._in_buckets
         return rounded(bucket_bytes(self._tracer.trainee)) if beside else 0
-
-    def parts(self) -> tuple[MemoryParts, ...]:
-        """Return the parts of each device's peak."""
-        buckets = self._untraced_buckets()
-        found = [_NOTHING] * self._num_devices
-        for index, parts in zip(self._place, self._trace(self._shape.splits[0]).parts, strict=True):
-            found[index] = replace(parts, gradients_bytes=parts.gradients_bytes + buckets)
-        return tuple(found)
 
     def play(self, clocks: Clocks, split: tuple[int, ...], phase: _Played) -> None:
         """Replay a part of the step on the clocks."""
@@ -252,15 +272,10 @@ class ComposedStep:
         found = {(id(self._tracers[d]), self._split[d]): d for d in active(self._split) if d}
         return [(device, samples) for (_, samples), device in found.items()]
 
-    def peaks(self) -> tuple[int, ...]:
-        """Return the peak of each device, in bytes."""
-        others = [self._replica(d, n).peak_bytes[1] if n else 0 for d, n in enumerate(self._split[1:], 1)]
-        return (self._primary().peak_bytes[0], *others)
-
-    def parts(self) -> tuple[MemoryParts, ...]:
-        """Return the parts of each device's peak."""
-        others = [self._replica(d, n).parts[1] if n else _NOTHING for d, n in enumerate(self._split[1:], 1)]
-        return (self._primary().parts[0], *others)
+    def devices(self) -> list[TracedDevice | None]:
+        """Return each device's place in a trace, or None for a device without samples."""
+        others = [TracedDevice(self._replica(d, n), 1) if n else None for d, n in enumerate(self._split[1:], 1)]
+        return [TracedDevice(self._primary(), 0), *others]
 
     def play(self, clocks: Clocks, split: tuple[int, ...], phase: _Played) -> None:
         """Replay a part of the step on the clocks."""

@@ -23,14 +23,18 @@ from autosplit.runtime.protocol import Facts, Measurement, StepShape
 from autosplit.runtime.small_steps import checkpointed_names
 from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.sim.affine_traces import AffineTraces
+from autosplit.sim.caching_allocator import AllocatorSettings
 from autosplit.sim.clocks import Clocks
 from autosplit.sim.op_cost import Work
-from autosplit.sim.replay import Traces, active, source_of, tracers_of
+from autosplit.sim.replay import ComposedStep, Traces, WholeStep, active, source_of, tracers_of
 from autosplit.sim.tracer import Tracer
 from autosplit.solve.memory import MemoryParts
 from autosplit.workload.workload import Workload
 
 T = TypeVar("T")
+
+NOTHING = MemoryParts(0, 0, 0, 0, 0)
+"""The memory of a device without samples."""
 
 
 class SimulatedWorker:
@@ -62,6 +66,7 @@ class SimulatedWorker:
         self.free = free
         self.fused_share = fused_share
         self._specs = [device.spec for device in devices if device.spec is not None]
+        self._settings = AllocatorSettings.of_environment()
 
     def ask(self, function: Callable[[Workload], T]) -> T:
         """Call a function on the workload."""
@@ -103,8 +108,16 @@ class SimulatedWorker:
         return max(2 * few, min(self._largest_batch, int(room_bytes / bytes_per_sample)))
 
     def predicted(self, shape: StepShape) -> tuple[MemoryParts, ...]:
-        """Return the parts of each GPU's peak, even above its capacity."""
-        return traced_parts(self.tracer, shape, self.devices)
+        """Return the parts of the memory that the allocator reserves on each GPU, even above its capacity."""
+        return self._parts(source_of(tracers_of(self.tracer, shape, self.devices), shape))
+
+    def _parts(self, source: WholeStep | ComposedStep) -> tuple[MemoryParts, ...]:
+        return tuple(
+            NOTHING if traced is None else traced.parts(self._settings, capacity_bytes)
+            for traced, capacity_bytes in zip(
+                source.devices(), self.capacities_bytes, strict=False
+            )  # maybe device 0 alone
+        )
 
     known_parts = predicted
 
@@ -121,8 +134,8 @@ class SimulatedWorker:
         return self.tracer.given_up == given_up
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Return each GPU's peak, in bytes."""
-        peaks = traced_peaks(self.tracer, shape, self.devices)
+        """Return the most memory that the allocator reserves on each GPU, in bytes."""
+        peaks = tuple(parts.total_bytes for parts in self.predicted(shape))
         self._refuse_overflow(peaks, shape)
         return peaks
 
@@ -132,7 +145,7 @@ class SimulatedWorker:
         For a step without an optimizer (a replica's part), return only the time: a single device may need more memory.
         """
         source = source_of(tracers_of(self.tracer, shape, self.devices), shape)
-        peaks = source.peaks() if shape.updates else ()
+        peaks = tuple(parts.total_bytes for parts in self._parts(source)) if shape.updates else ()
         if peaks:
             self._refuse_overflow(peaks, shape)
         replicas = 1 if shape.alone else len(active(shape.splits[0]))
@@ -171,11 +184,12 @@ class SimulatedWorker:
 
 
 def traced_peaks(tracer: Traces, shape: StepShape, devices: Sequence[Device] = ()) -> tuple[int, ...]:
-    """Predict each device's peak in bytes from traces, even above its capacity.
+    """Return the peak of each device's tensors, in bytes.
 
     Without `devices`, all devices run the kernels of `tracer`.
     """
-    return source_of(tracers_of(tracer, shape, devices), shape).peaks()
+    found = source_of(tracers_of(tracer, shape, devices), shape).devices()
+    return tuple(0 if traced is None else traced.peak_bytes for traced in found)
 
 
 def attention_of(tracer: Traces, devices: Sequence[Device]) -> list[tuple[str, ...]]:
@@ -188,8 +202,3 @@ def attention_of(tracer: Traces, devices: Sequence[Device]) -> list[tuple[str, .
 def attention_of_worker(worker: SimulatedWorker) -> list[tuple[str, ...]]:
     """Return the attention back ends on each device of a worker."""
     return attention_of(worker.tracer, worker.devices)
-
-
-def traced_parts(tracer: Traces, shape: StepShape, devices: Sequence[Device] = ()) -> tuple[MemoryParts, ...]:
-    """Return the parts of each device's peak from traces. Their sum is the result of `traced_peaks`."""
-    return source_of(tracers_of(tracer, shape, devices), shape).parts()

@@ -6,9 +6,11 @@ for the whole step (`kernel_memory`).
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,18 +31,26 @@ _ARRIVALS = frozenset(getattr(torch.ops.aten, name).default for name in ("detach
 """Ops that give a parameter its first gradient: autograd's tensor itself (detach), or a copy of it."""
 
 
+Stage = Literal["before", "step", "update"]
+"""Before the forward (parameters, optimizer state), in forward and backward, or in the optimizer's update."""
+
+
 class BoundedEntry(NamedTuple):
     """A storage that was allocated or freed on a device.
 
     Attributes:
         nbytes: Size before rounding. Negative for a freed storage.
         limits: Bounds of the size in bytes, equal for all batch sizes (`kernel_memory.Block`).
+        block: Number of the storage. The entry that frees a storage has the number of the entry that allocated it.
+        stage: The part of the step in which the entry is.
     """
 
     kind: Kind
     device: int
     nbytes: int
     limits: tuple[float, float] = NO_LIMITS
+    block: int = -1
+    stage: Stage = "step"
 
 
 @dataclass
@@ -149,18 +159,25 @@ class TraceTracker(Tracker):
                 held += nbytes
                 if held > most:
                     most, at_peak = held, dict(found)
-        for kind, index, nbytes, _ in self.workspaces():
-            if index == device:
-                at_peak[kind] = at_peak.get(kind, 0) + rounded(nbytes)
+        for entry in self.workspaces():
+            if entry.device == device:
+                at_peak[entry.kind] = at_peak.get(entry.kind, 0) + rounded(entry.nbytes)
         return at_peak
 
     def bounded_entries(self) -> tuple[BoundedEntry, ...]:
         """Return the allocated and freed storages, in order, without `workspaces`."""
-        return tuple(BoundedEntry(one.kind, device, exact, limits_of(one)) for one, device, _, exact in self.account)
+        numbers: defaultdict[int, int] = defaultdict(itertools.count().__next__)
+        return tuple(
+            BoundedEntry(one.kind, device, exact, limits_of(one), numbers[id(one)])
+            for one, device, _, exact in self.account
+        )
 
     def workspaces(self) -> tuple[BoundedEntry, ...]:
         """Return the workspaces of libraries, which exist during the whole step."""
-        return tuple(BoundedEntry("activations", device, nbytes) for (device, *_), nbytes in self._workspaces.items())
+        return tuple(
+            BoundedEntry("activations", device, nbytes, block=-2 - index, stage="before")
+            for index, ((device, *_), nbytes) in enumerate(self._workspaces.items())
+        )
 
     def repeatable(self, act: Callable[[], None]) -> Callable[[TraceTracker], None] | None:
         """Call `act`, and return a function that charges the same storages to another tracker.
@@ -225,6 +242,8 @@ class TraceTracker(Tracker):
             for block in temporary_blocks(func, args, outputs, kernels):
                 charged.append((_InnerBlock(device, limits=block.limits), rounded(block.limited_bytes), block.nbytes))
                 self._charge(*charged[-1])
+                if block.is_alone:
+                    self._uncharge(*charged.pop())
         finally:
             for place, nbytes, exact_bytes in charged:
                 self._uncharge(place, nbytes, exact_bytes)

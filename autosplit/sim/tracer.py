@@ -12,10 +12,11 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -28,6 +29,7 @@ from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracked_step import bucket_bytes, run_placed, run_until_settled
 from autosplit.runtime.trainee import Trainee
 from autosplit.sim.attention import AttentionCall, Backend, chosen_backend
+from autosplit.sim.caching_allocator import AllocatorSettings
 from autosplit.sim.cuda_functions import CudaFunctions
 from autosplit.sim.data_dependent import DataDependent, needs_values
 from autosplit.sim.fake_copy import fake_mode, masks_of_real_tensors, mode_of
@@ -35,9 +37,11 @@ from autosplit.sim.fake_results import FakeResults
 from autosplit.sim.fake_trainee import traced_copy
 from autosplit.sim.gpu_kernels import GpuKernels
 from autosplit.sim.gradient_arrivals import Variant, entries_of
+from autosplit.sim.kernel_time import Numbers
 from autosplit.sim.op_calls import resizer
 from autosplit.sim.op_cost import Move, OpCost
 from autosplit.sim.op_recorder import Event, OpRecorder, Recorded
+from autosplit.sim.reserved_memory import block_bytes, reserved_bytes
 from autosplit.sim.sample_values import SampleValues, replayed
 from autosplit.sim.trace_tracker import BoundedEntry, TraceTracker
 from autosplit.solve.memory import MemoryParts
@@ -60,22 +64,36 @@ class Trace:
 
     Attributes:
         peak_bytes: Peak of each device. Empty for a trace that was derived, not run.
+        entries: Allocated and freed blocks, in order.
+        entry_bytes: Their bytes, rounded to blocks. Negative for freed blocks.
         broadcast: Copies of parameters to persistent replicas, once per step. Other copies are in `micro`.
         reduce: Reduction of persistent replicas' gradients, once per step. Other reductions are in `micro`.
+        reserved: Results of `reserved_bytes`, by its arguments.
     """
 
     peak_bytes: tuple[int, ...]
     parts: tuple[MemoryParts, ...]
     entries: tuple[BoundedEntry, ...]
+    entry_bytes: Numbers = field(compare=False)
     broadcast: tuple[Event, ...]
     micro: tuple[Event, ...]
     reduce: tuple[Event, ...]
     update: tuple[Event, ...]
+    reserved: dict[Any, int] = field(default_factory=dict, compare=False, repr=False)
 
     def events(self, phase: Phase) -> tuple[Event, ...]:
         """Return the events of a phase."""
         events: tuple[Event, ...] = getattr(self, phase)
         return events
+
+    def reserved_bytes(self, device: int, settings: AllocatorSettings, capacity_bytes: int | None = None) -> int:
+        """Return the most memory that the allocator reserves on a device, see `reserved_memory.reserved_bytes`."""
+        key = device, settings, capacity_bytes
+        if key not in self.reserved:
+            peak_bytes = self.parts[device].total_bytes
+            found = reserved_bytes(self.entries, self.entry_bytes, device, settings, capacity_bytes)
+            self.reserved[key] = max(peak_bytes, found)
+        return self.reserved[key]
 
 
 @dataclass(frozen=True)
@@ -209,11 +227,11 @@ class Tracer:
         self, shape: StepShape, resized: Sequence[tuple[int, ...]] = (), variants: Sequence[Variant] = ("plain",)
     ) -> list[list[Trace]]:
         recorder = OpRecorder(sum(shape.splits[0]), keeps_calls=bool(resized) or len(variants) > 1)
-        begun_at = 0
+        begun_at = updated_at = 0
 
         def mark(phase: str) -> None:
-            nonlocal begun_at
-            begun_at = begun_at or len(tracker.account)
+            nonlocal begun_at, updated_at
+            begun_at, updated_at = begun_at or len(tracker.account), len(tracker.account)
             recorder.mark(phase)
             for kind, tensors in self.trainee.held().items():
                 for tensor in tensors:
@@ -253,7 +271,9 @@ class Tracer:
         _log.debug("traced %s: %s", shape, ", ".join(map(size_text, peaks)))
         self.norms_over_samples |= recorder.norms_over_samples
         splits = (shape.splits[0], *resized)
-        return self._traces_of(shape, splits, variants, tracker, recorder, begun_at)
+        # Without an update, as in evaluation, every entry belongs to forward and backward.
+        stages = begun_at, updated_at if shape.updates and updated_at else len(tracker.account)
+        return self._traces_of(shape, splits, variants, tracker, recorder, stages)
 
     def _traces_of(
         self,
@@ -262,19 +282,17 @@ class Tracer:
         variants: Sequence[Variant],
         tracker: TraceTracker,
         recorder: OpRecorder,
-        begun_at: int,
+        stages: tuple[int, int],
     ) -> list[list[Trace]]:
         parts = [_parts_of(tracker, device) for device in range(len(splits[0]))]
         buckets = bucket_bytes(self.trainee) if "bucketed" in variants else 0
         found: list[list[Trace]] = []
         for variant in variants:
-            entries = entries_of(tracker, variant, begun_at, buckets)
+            entries = entries_of(tracker, variant, stages, buckets)
             found.append([])
             for split in splits:
                 size = resizer(splits[0], split)
-                others = tuple(
-                    BoundedEntry(kind, device, size(nbytes), limits) for kind, device, nbytes, limits in entries
-                )
+                others = tuple(entry._replace(nbytes=size(entry.nbytes)) for entry in entries)
                 is_own = variant == "plain" and split == splits[0]
                 found[-1].append(_trace_of(shape, parts if is_own else (), others, recorder.phases(size, variant)))
         return found
@@ -342,13 +360,14 @@ def _trace_of(
     phases: list[tuple[str, list[Event]]],
 ) -> Trace:
     peaks = tuple(one.total_bytes for one in parts)
+    sizes = block_bytes(entries, np.array([float(entry.nbytes) for entry in entries]))
     micro, update = _events(phases, "micro"), _events(phases, "update")
     if not shape.accumulates:
-        return Trace(peaks, tuple(parts), entries, (), micro, (), update)
+        return Trace(peaks, tuple(parts), entries, sizes, (), micro, (), update)
     # The traced step is one of several micro-steps. Persistent replicas get parameters before it and reduce after it.
     broadcast = tuple(event for event in _events(phases, "broadcast") if _moves(event, "parameter"))
     home = next((index for index, event in enumerate(micro) if _moves(event, "gradient")), len(micro))
-    return Trace(peaks, tuple(parts), entries, broadcast, micro[:home], micro[home:], update)
+    return Trace(peaks, tuple(parts), entries, sizes, broadcast, micro[:home], micro[home:], update)
 
 
 def _parts_of(tracker: TraceTracker, device: int) -> MemoryParts:

@@ -60,7 +60,7 @@ A rank with AdamW that accumulates needs 5 times: parameters, gradients, DDP's b
 """
 
 GAPS = 0.1
-"""Share of a GPU's memory that gaps between tensors waste: the default of ``fragmented`` in gpus.toml."""
+"""Share of a GPU's memory that gaps between tensors waste. Shards are not replayed through the allocator's model."""
 
 
 @ends_tracebacks
@@ -154,7 +154,7 @@ def tune_sharded(
             shard_size=shard_size,
             reshards=reshard_after_forward,
             param_dtype=param_dtype,
-            gaps=_gaps(plan, traced_on),
+            gaps=0.0 if plan.devices[0].kind == "cpu" else GAPS,
         )
 
 
@@ -195,13 +195,6 @@ def _refuse_with_plan(plan: Any, options: Mapping[str, Any]) -> None:
             f"{ignored[0]}={options[ignored[0]]!r:.80} was passed with plan=. Expected none, because the plan is "
             "already tuned. Leave one of the two out.",
         )
-
-
-def _gaps(plan: Plan, devices: Sequence[Device]) -> float:
-    """Return the share of the memory for gaps between tensors. The memory of simulated GPUs does not include it."""
-    if not is_accelerator(plan.devices[0].kind):
-        return 0.0
-    return max((device.spec.fragmented for device in devices if device.spec is not None), default=GAPS)
 
 
 def _whole_plan(

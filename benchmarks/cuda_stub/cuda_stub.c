@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #define DEFAULT_CAPABILITY 80
 #define MEMORY_BYTES (40ull << 30)
@@ -100,10 +101,50 @@ cudaError_t cudaGetLastError(void) { return cudaSuccess; }
 cudaError_t cudaPeekAtLastError(void) { return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
 
-/* torch looks up functions of the driver by their names. All of them succeed and do nothing. This library has the name
- * of the driver's library, so torch finds cuDevicePrimaryCtxGetState here.
+/* Addresses of device memory. They grow and are never used again, so the order of two segments is known. Pages of the
+ * host are used only when a test writes to them.
+ */
+
+#define ADDRESS_BYTES (1ull << 44)
+#define SEGMENT_ALIGNMENT (2ull << 20)
+
+static char *next_address;
+
+static void *reserve_addresses(size_t nbytes) {
+  if (!next_address)
+    next_address = mmap(NULL, ADDRESS_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (next_address == MAP_FAILED)
+    return NULL;
+  void *address = next_address;
+  next_address += (nbytes + SEGMENT_ALIGNMENT - 1) / SEGMENT_ALIGNMENT * SEGMENT_ALIGNMENT;
+  return address;
+}
+
+/* torch looks up functions of the driver by their names. All of them succeed. Most of them do nothing. This library has
+ * the name of the driver's library, so torch finds cuDevicePrimaryCtxGetState here.
  */
 static int driver_function(void) { return 0; }
+
+static int create_memory(unsigned long long *handle, size_t nbytes, const void *properties, unsigned long long flags) {
+  (void)nbytes, (void)properties, (void)flags;
+  *handle = 1;
+  return 0;
+}
+
+static int reserve_address_range(unsigned long long *address, size_t nbytes, size_t alignment, unsigned long long wanted,
+                                 unsigned long long flags) {
+  (void)alignment, (void)wanted, (void)flags;
+  *address = (unsigned long long)reserve_addresses(nbytes);
+  return *address ? 0 : 2;
+}
+
+static void *driver_function_named(const char *name) {
+  if (!strcmp(name, "cuMemCreate"))
+    return (void *)create_memory;
+  if (!strcmp(name, "cuMemAddressReserve"))
+    return (void *)reserve_address_range;
+  return (void *)driver_function;
+}
 
 int cuDevicePrimaryCtxGetState(int device, unsigned int *flags, int *is_active) {
   (void)device;
@@ -115,8 +156,8 @@ int cuDevicePrimaryCtxGetState(int device, unsigned int *flags, int *is_active) 
 #if CUDART_VERSION >= 12050
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned int version,
                                              unsigned long long flags, enum cudaDriverEntryPointQueryResult *status) {
-  (void)name, (void)version, (void)flags;
-  *function = (void *)driver_function;
+  (void)version, (void)flags;
+  *function = driver_function_named(name);
   if (status)
     *status = cudaDriverEntryPointSuccess;
   return cudaSuccess;
@@ -126,12 +167,12 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, 
 /* Memory */
 
 cudaError_t cudaMalloc(void **pointer, size_t nbytes) {
-  *pointer = aligned_alloc(512, (nbytes + 511) / 512 * 512);
+  *pointer = reserve_addresses(nbytes);
   return *pointer ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 
 cudaError_t cudaFree(void *pointer) {
-  free(pointer);
+  (void)pointer;
   return cudaSuccess;
 }
 

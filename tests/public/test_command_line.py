@@ -249,7 +249,7 @@ class TestOtherCommands:
         [
             (("devices",), "devices"),
             (("measure", "train.py:workload", "--devices", "sim:2xL4", "--split", "8,4"), "samples_per_s"),
-            (("probe", "train.py:workload", "--devices", "sim:L4@20MiB", "--role", "eval"), "ceilings"),
+            (("probe", "train.py:workload", "--devices", "sim:L4@24MiB", "--role", "eval"), "ceilings"),
             (("check", "train.py:workload"), "checks"),
             (("launch", "--plan", "plan.json", "train.py"), "command"),
             (("profiles", "path"), "path"),

@@ -10,6 +10,7 @@ from architectures import ARCHITECTURES
 from marks import for_release
 from torch import nn
 from torch.nn import functional as F
+from traced_memory import traced_parts
 from workloads import ALL
 
 from autosplit.devices.spec import parse_devices
@@ -19,7 +20,7 @@ from autosplit.sim import simulated
 from autosplit.sim.affine_traces import AffineTraces
 from autosplit.sim.op_cost import Work
 from autosplit.sim.replay import WholeStep
-from autosplit.sim.simulated import SimulatedWorker, traced_parts, traced_peaks
+from autosplit.sim.simulated import SimulatedWorker, traced_peaks
 from autosplit.sim.tracer import Tracer, make_tracer
 from autosplit.tuning.tune import tune
 from autosplit.workload.workload import Workload
@@ -196,6 +197,7 @@ def test_a_plan_for_what_follows_no_line_is_that_of_its_own_step(name, devices):
     assert plan.samples_per_s == pytest.approx(512 / step.seconds, rel=1e-6)
 
 
+@pytest.mark.usefixtures("exact_allocator")
 def test_a_single_sample_is_followed():
     """A batch of 1 needs no contiguous copy, so it takes less memory than the linear fit predicts."""
 

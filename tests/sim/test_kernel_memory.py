@@ -11,6 +11,7 @@ import torch
 from folders import BENCHMARKS
 from torch import Tensor, nn
 from torch.nn import functional as F
+from traced_memory import traced_parts
 
 from autosplit import Workload, torch_versions
 from autosplit.devices.catalog import gpu_catalog
@@ -20,7 +21,7 @@ from autosplit.sim import kernel_memory
 from autosplit.sim.affine_traces import AffineTraces
 from autosplit.sim.gpu_kernels import GpuKernels
 from autosplit.sim.kernel_memory import Block, temporary_blocks, workspaces
-from autosplit.sim.simulated import traced_parts, traced_peaks
+from autosplit.sim.simulated import traced_peaks
 from autosplit.sim.trace_tracker import TraceTracker
 from autosplit.sim.tracer import Tracer
 from autosplit.torch_versions import cublas_workspace_bytes, cublaslt_workspace_bytes
@@ -182,9 +183,8 @@ class TestSums:
 
     def test_a_convolution_sums_the_gradient_of_its_bias(self):
         grad = meta(8, 64, 32, 32).to(memory_format=torch.channels_last)
-        made = [
-            temporary_blocks(aten.convolution_backward.default, (grad,), (None, None, b), H100) for b in (grad, None)
-        ]
+        args = (grad, grad, *[None] * 7, 1)
+        made = [temporary_blocks(aten.convolution_backward.default, args, (None, None, b), H100) for b in (grad, None)]
         assert made == [summed(grad, (0, 2, 3)), ()]
         assert made[0]
 

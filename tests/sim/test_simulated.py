@@ -10,6 +10,7 @@ import torch
 from marks import for_release
 from torch import nn
 from torch.nn import functional as F
+from traced_memory import traced_parts
 from workloads import char_gpt, cnn, without_fakes
 
 from autosplit.devices.spec import parse_devices
@@ -21,10 +22,12 @@ from autosplit.sim import simulated
 from autosplit.sim.clocks import Clocks
 from autosplit.sim.op_cost import Work
 from autosplit.sim.replay import WholeStep, _play, _reduced
-from autosplit.sim.simulated import SimulatedWorker, traced_parts, traced_peaks
+from autosplit.sim.simulated import SimulatedWorker, traced_peaks
 from autosplit.sim.tracer import Tracer, make_tracer
 from autosplit.torch_versions import cublas_workspace_bytes
 from autosplit.workload.workload import Workload
+
+pytestmark = pytest.mark.usefixtures("exact_allocator")
 
 UNLIMITED = 2**60
 

@@ -91,11 +91,11 @@ def test_a_peak_is_told_by_the_kinds_of_its_storages():
         assert tracker.peak_bytes == [sum(tracker.peak_account(0).values())]
         del total
     assert tracker.bounded_entries() == (
-        BoundedEntry("parameters", 0, 400),
-        BoundedEntry("activations", 0, 800),
-        BoundedEntry("activations", 0, -800),
-        BoundedEntry("activations", 0, 4),
-        BoundedEntry("activations", 0, -4),
+        BoundedEntry("parameters", 0, 400, block=0),
+        BoundedEntry("activations", 0, 800, block=1),
+        BoundedEntry("activations", 0, -800, block=1),
+        BoundedEntry("activations", 0, 4, block=2),
+        BoundedEntry("activations", 0, -4, block=2),
     )
 
 

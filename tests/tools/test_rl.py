@@ -43,6 +43,7 @@ def test_both_passes_have_their_own_ceiling_in_real_steps():
     assert in_chunks.log_prob_micro_batch_size > 2 * found.log_prob_micro_batch_size
 
 
+@pytest.mark.usefixtures("exact_allocator")
 def test_the_forward_leaves_room_for_the_optimizer_state():
     found = token_budgets(workload, log_probs, device="sim:RTX3090@1GiB", tokens_per_sample=3)
     alone = find_ceiling(workload(evaluate=log_probs), "sim:RTX3090@1GiB", role="eval")

@@ -22,7 +22,7 @@ PARAMETERS = 4 * LAYERS
 WORKSPACE = 16
 """MiB of cuBLAS workspaces on an RTX 3090."""
 
-FITS_NOT = "140MiB"
+FITS_NOT = "150MiB"
 """Memory of a GPU that fits a sharded model. A whole one needs 160 MiB for its state, and 24 MiB for workspaces."""
 
 
@@ -53,7 +53,7 @@ def kinds_of(plan: Plan) -> list[str]:
 class TestModelsThatDoNotFit:
     @pytest.mark.parametrize("devices", [f"sim:2xRTX3090@{FITS_NOT}", "sim:8xRTX3090@62MiB"])
     def test_the_memory_is_that_of_large_gpus(self, devices):
-        """In 140 MiB the tuning fails. In 62 MiB not even parameters and gradients fit, so it is not tried."""
+        """In 150 MiB the tuning fails. In 62 MiB not even parameters and gradients fit, so it is not tried."""
         plan, large = (
             tune_sharded(make_workload, devices=spec, layers=Layer, effective_batch_size=64, shard_size=int(spec[4]))
             for spec in (devices, devices.partition("@")[0])
@@ -72,14 +72,14 @@ class TestModelsThatDoNotFit:
             ceiling = rank.ceiling
             assert ceiling.limited_by == "memory"
             assert ceiling.bytes_per_sample >= 4 * SIZE * LAYERS  # the output of each layer
-            assert ceiling.bytes_at(ceiling.batch_size) <= 0.99 * 140 * MIB < ceiling.bytes_at(ceiling.batch_size + 1)
+            assert ceiling.bytes_at(ceiling.batch_size) <= 0.9 * 150 * MIB < ceiling.bytes_at(ceiling.batch_size + 1)
         assert plan.effective_batch_size == 20_000
 
     def test_the_plan_is_for_the_devices_that_were_given(self):
         plan = sharded(FITS_NOT)
         assert [device.label for device in plan.devices] == ["sim:0", "sim:1"]
-        assert [device.memory_bytes for device in plan.devices] == [140 * MIB] * 2
-        assert plan.machine["devices"][0]["capacity_bytes"] == 140 * MIB
+        assert [device.memory_bytes for device in plan.devices] == [150 * MIB] * 2
+        assert plan.machine["devices"][0]["capacity_bytes"] == 150 * MIB
         assert plan.ddp.shard_size == 2
         assert not plan.ddp.measured
         assert plan.path is None
@@ -89,8 +89,8 @@ class TestModelsThatDoNotFit:
 
     def test_the_reserve_counts_once(self):
         """The simulated GPUs with more memory kept it free, too."""
-        plan = sharded("160MiB", reserve="20MiB")
-        assert {rank.ceiling.capacity_bytes for rank in plan.ddp.seats} == {140 * MIB}
+        plan = sharded("170MiB", reserve="20MiB")
+        assert {rank.ceiling.capacity_bytes for rank in plan.ddp.seats} == {150 * MIB}
         assert plan.ddp.seats[0].peak_bytes == sharded(FITS_NOT).ddp.seats[0].peak_bytes
 
     def test_a_cpu_can_not_be_simulated(self):
@@ -105,6 +105,7 @@ def test_a_plan_that_was_made_elsewhere():
     assert found.ddp.shard_size == 2
 
 
+@pytest.mark.usefixtures("exact_allocator")
 def test_the_activations_are_traced_and_not_those_of_the_update():
     """The plan's own ceilings had no bytes per sample: a whole rank needs the most memory in its update."""
     whole = tune(make_workload, devices="sim:2xRTX3090@1GiB", strategy="ddp", effective_batch_size=64)

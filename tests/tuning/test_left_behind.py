@@ -296,9 +296,7 @@ class Books(Tracker):
         self._held = held
 
     def close(self) -> None:
-        """Detach the parts that the base class would have detached."""
-        for record in self._held.values():
-            record.finalizer.detach()
+        """Drop the references that the base class would have dropped."""
         self._held.clear()
 
 
