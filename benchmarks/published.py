@@ -66,9 +66,9 @@ CHANGED = ("ig_resnext101_32x16d", "ig_resnext101_32x32d", "ig_resnext101_32x48d
 USABLE_BYTES = int(21.7 * 2**30)
 """Memory of the RTX 3090 that torch could reserve for the published largest batches.
 
-torch 1.12 with CUDA 11.3 loads all kernels when it starts, so its context is larger than that of the catalogue. The size
-was fitted: among 89 of the rows, drawn at random, 93% of the predictions lie within the published range with 21.7 GiB.
-With 21.3 GiB and with 22 GiB, it is 92%.
+torch 1.12 with CUDA 11.3 loads all kernels when it starts, so its context is larger than that of the catalogue. The
+size was fitted: of 89 rows, drawn at random, 93% are predicted within the published range with 21.7 GiB. With 21.3 GiB
+and with 22 GiB, 92% are.
 """
 
 HELD_OUT = ("TITAN-Xp", "V100-PCIe-16GB", *LATER)
