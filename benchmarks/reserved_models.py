@@ -419,17 +419,24 @@ class _Head(nn.Module):
         self.hidden = nn.Parameter(torch.zeros(tokens, 4096))
         self.head = nn.Linear(4096, 151936, bias=False)
 
+    def forward(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits and the loss."""
+        logits = self.head(self.hidden)
+        return logits, F.cross_entropy(logits, labels.flatten())
 
-def _head_step(model: Any, optimizer: Any, batch: tuple[Tensor, Tensor]) -> None:
+
+def _head_step(model: Any, optimizer: Any, labels: Tensor) -> None:
+    """Run forward and backward with the logits in a variable. There is no update."""
     del optimizer
-    logits = model.head(model.hidden)
-    F.cross_entropy(logits, batch[1].flatten()).backward()
+    logits, loss = model(labels)
+    loss.backward()
+    del logits
 
 
 def _head(row: Row) -> Workload:
     labels = torch.zeros(1, row.size, dtype=torch.long)
     model = _built(partial(_Head, row.size), row)
-    return Workload(model, (labels, labels), step=_head_step, optimizer=OPTIMIZERS[row.optimizer])
+    return Workload(model, labels, step=_head_step, optimizer=OPTIMIZERS[row.optimizer])
 
 
 def _causal_loop(adapter: tuple[str, dict[str, Any]] | None, row: Row) -> Workload:
