@@ -35,9 +35,6 @@ from autosplit.sim.tracer import Tracer
 TABLE = Path(__file__).with_name("published_reserved.csv")
 RESULTS = Path(__file__).parent / "results" / "published_reserved.json"
 SEED = 0
-PROCESSES = 4
-"""The processes of the rows with DistributedDataParallel."""
-
 SHARE = 0.9
 """The part of reserved memory that tensors fill, by the rule of thumb."""
 
@@ -68,18 +65,12 @@ def drawn_halves(needs: list[str]) -> list[str]:
     return ["" if reason else "tuned" if index in tuned else "kept apart" for index, reason in enumerate(needs)]
 
 
-def shape(row: Row) -> StepShape:
-    """Return the shape of a row's step. With DistributedDataParallel it is the step of one process."""
-    splits = ((row.batch,),) * row.accumulation
-    return StepShape(splits, "rank", PROCESSES) if row.recipe.endswith("processes") else StepShape(splits)
-
-
 def memory(row: Row) -> tuple[int, int]:
     """Predict a row's peak of allocated and of reserved memory, in bytes."""
     kernels = GpuKernels.of(find_card(row.simulated).compute_capability)
     tracer = Tracer(workload(row), fake=True, like_gpu=True, kernels=kernels)
     worker = SimulatedWorker(parse_devices(f"sim:{row.simulated}"), (2**60,), tracer)
-    allocated_bytes = worker.peaks(shape(row))[0]
+    allocated_bytes = worker.peaks(StepShape(((row.batch,),) * row.accumulation))[0]
     return allocated_bytes, allocated_bytes
 
 

@@ -173,9 +173,16 @@ def _images(row: Row) -> tuple[Tensor, Tensor]:
     return torch.zeros(2, 3, row.size, row.size), torch.zeros(2, dtype=torch.long)
 
 
-def _image_loop(row: Row) -> Workload:
-    """Return a loop that frees gradients between forward and backward."""
-    model = _built(partial(_vision_model, row), row)
+def _image_loop(row: Row, *, distributed: bool = False) -> Workload:
+    """Return a loop that frees gradients between forward and backward. DDP's buckets exist next to the gradients."""
+
+    def build() -> nn.Module:
+        model = _vision_model(row)
+        if distributed:
+            model.register_buffer("buckets", torch.zeros(sum(parameter.numel() for parameter in model.parameters())))
+        return model
+
+    model = _built(build, row)
     step = _loop(_classified, row, zeroing="between")
     return Workload(model, _images(row), step=step, optimizer=OPTIMIZERS[row.optimizer])
 
@@ -455,7 +462,7 @@ def _peft(name: str, *targets: str, **settings: Any) -> Callable[[Row], Workload
 _QUERIES = ("q_proj", "v_proj")
 BUILDERS: dict[str, Callable[[Row], Workload]] = {
     "image loop": _image_loop,
-    "image loop, 4 processes": _image_loop,
+    "image loop, 4 processes": partial(_image_loop, distributed=True),
     "image step": _image_step,
     "book": partial(_gpt, buffered=True),
     "book, mask made": _gpt,
