@@ -355,6 +355,7 @@ class Tuning:
         adapters: The dtype of the adapters.
         adapter: The name of peft's configuration, and its settings.
         masked: Whether the batch has a mask.
+        cached: Whether the model returns its keys and values, as it does unless a script disables it.
     """
 
     loss: Callable[[Any, dict[str, Tensor]], Tensor]
@@ -366,6 +367,7 @@ class Tuning:
     adapters: torch.dtype = torch.float32
     adapter: tuple[str, dict[str, Any]] | None = None
     masked: bool = False
+    cached: bool = False
 
 
 def _causal_model(tuning: Tuning, row: Row) -> tuple[Any, dict[str, Tensor]]:
@@ -374,7 +376,7 @@ def _causal_model(tuning: Tuning, row: Row) -> tuple[Any, dict[str, Tensor]]:
 
     def build() -> Any:
         config = CONFIGS[row.model]()
-        config.use_cache = False
+        config.use_cache = tuning.cached
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(row.weights)
         if tuning.reentrant is not None:
             model.gradient_checkpointing_enable({"use_reentrant": tuning.reentrant})
@@ -448,7 +450,7 @@ def _head(row: Row) -> Workload:
 
 def _causal_loop(adapter: tuple[str, dict[str, Any]] | None, row: Row) -> Workload:
     """Return a loop that keeps the model's outputs until the next forward has ended."""
-    tuning = Tuning(_loss_of_function, reentrant=None, dropout=0.0, adapter=adapter, masked=True)
+    tuning = Tuning(_loss_of_function, reentrant=None, dropout=0.0, adapter=adapter, masked=True, cached=True)
     step = _loop(_text_loss, row, zeroing="before")
     return Workload(*_causal_model(tuning, row), step=step, optimizer=OPTIMIZERS[row.optimizer])
 
