@@ -28,8 +28,9 @@ from reserved_models import Row, workload
 from autosplit.devices.catalog import find_card
 from autosplit.devices.spec import parse_devices
 from autosplit.runtime.protocol import StepShape
+from autosplit.sim.caching_allocator import AllocatorSettings
 from autosplit.sim.gpu_kernels import GpuKernels
-from autosplit.sim.simulated import SimulatedWorker
+from autosplit.sim.replay import source_of, tracers_of
 from autosplit.sim.tracer import Tracer
 
 TABLE = Path(__file__).with_name("published_reserved.csv")
@@ -69,9 +70,11 @@ def memory(row: Row) -> tuple[int, int]:
     """Predict a row's peak of allocated and of reserved memory, in bytes."""
     kernels = GpuKernels.of(find_card(row.simulated).compute_capability)
     tracer = Tracer(workload(row), fake=True, like_gpu=True, kernels=kernels)
-    worker = SimulatedWorker(parse_devices(f"sim:{row.simulated}"), (2**60,), tracer)
-    allocated_bytes = worker.peaks(StepShape(((row.batch,),) * row.accumulation))[0]
-    return allocated_bytes, allocated_bytes
+    devices, shape = parse_devices(f"sim:{row.simulated}"), StepShape(((row.batch,),) * row.accumulation)
+    (traced,) = source_of(tracers_of(tracer, shape, devices), shape).devices()
+    assert traced is not None, "the batch has samples"
+    parts = traced.parts(AllocatorSettings.parsed(row.allocator), devices[0].capacity_bytes)
+    return traced.peak_bytes, parts.total_bytes
 
 
 def compare(row: Row) -> dict[str, Any]:

@@ -5,6 +5,7 @@
  * device have undefined values. Functions that are not defined here come from the real CUDA runtime.
  *
  * The environment variable CUDA_STUB_CAPABILITY sets the compute capability, times ten: 80 for an A100.
+ * CUDA_STUB_MEMORY_BYTES sets the memory of the GPU.
  */
 
 #include <cuda_runtime_api.h>
@@ -18,9 +19,42 @@
 #define SHARED_BYTES_PER_BLOCK 49152
 #define MOST_SHARED_BYTES_PER_BLOCK 166912
 
+static size_t memory_bytes(void) {
+  const char *text = getenv("CUDA_STUB_MEMORY_BYTES");
+  return text ? strtoull(text, NULL, 10) : MEMORY_BYTES;
+}
+
 static int capability(void) {
   const char *text = getenv("CUDA_STUB_CAPABILITY");
   return text ? atoi(text) : DEFAULT_CAPABILITY;
+}
+
+/* Addresses of device memory. They grow and are never used again, so the order of two segments is known. Pages of the
+ * host are used only when a test writes to them.
+ */
+
+#define ADDRESS_BYTES (1ull << 44)
+#define SEGMENT_ALIGNMENT (2ull << 20)
+
+static char *first_address, *next_address;
+static size_t used_bytes;
+static size_t bytes_at[ADDRESS_BYTES / SEGMENT_ALIGNMENT]; /* by address */
+
+static int take(size_t nbytes) {
+  if (used_bytes + nbytes > memory_bytes())
+    return 0;
+  used_bytes += nbytes;
+  return 1;
+}
+
+static void *reserve_addresses(size_t nbytes) {
+  if (!first_address)
+    first_address = next_address = mmap(NULL, ADDRESS_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (next_address == MAP_FAILED)
+    return NULL;
+  void *address = next_address;
+  next_address += (nbytes + SEGMENT_ALIGNMENT - 1) / SEGMENT_ALIGNMENT * SEGMENT_ALIGNMENT;
+  return address;
 }
 
 /* The device */
@@ -45,7 +79,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
   (void)device;
   memset(properties, 0, sizeof *properties);
   strcpy(properties->name, "A GPU that does nothing");
-  properties->totalGlobalMem = MEMORY_BYTES;
+  properties->totalGlobalMem = memory_bytes();
   properties->major = capability() / 10;
   properties->minor = capability() % 10;
   properties->multiProcessorCount = MULTIPROCESSORS;
@@ -82,7 +116,8 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
 }
 
 cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
-  *available = *total = MEMORY_BYTES;
+  *total = memory_bytes();
+  *available = *total - used_bytes;
   return cudaSuccess;
 }
 
@@ -101,33 +136,19 @@ cudaError_t cudaGetLastError(void) { return cudaSuccess; }
 cudaError_t cudaPeekAtLastError(void) { return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
 
-/* Addresses of device memory. They grow and are never used again, so the order of two segments is known. Pages of the
- * host are used only when a test writes to them.
- */
-
-#define ADDRESS_BYTES (1ull << 44)
-#define SEGMENT_ALIGNMENT (2ull << 20)
-
-static char *next_address;
-
-static void *reserve_addresses(size_t nbytes) {
-  if (!next_address)
-    next_address = mmap(NULL, ADDRESS_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (next_address == MAP_FAILED)
-    return NULL;
-  void *address = next_address;
-  next_address += (nbytes + SEGMENT_ALIGNMENT - 1) / SEGMENT_ALIGNMENT * SEGMENT_ALIGNMENT;
-  return address;
-}
-
 /* torch looks up functions of the driver by their names. All of them succeed. Most of them do nothing. This library has
  * the name of the driver's library, so torch finds cuDevicePrimaryCtxGetState here.
  */
 static int driver_function(void) { return 0; }
 
 static int create_memory(unsigned long long *handle, size_t nbytes, const void *properties, unsigned long long flags) {
-  (void)nbytes, (void)properties, (void)flags;
-  *handle = 1;
+  (void)properties, (void)flags;
+  *handle = nbytes;
+  return take(nbytes) ? 0 : 2; /* CUDA_ERROR_OUT_OF_MEMORY */
+}
+
+static int release_memory(unsigned long long handle) {
+  used_bytes -= handle;
   return 0;
 }
 
@@ -141,6 +162,8 @@ static int reserve_address_range(unsigned long long *address, size_t nbytes, siz
 static void *driver_function_named(const char *name) {
   if (!strcmp(name, "cuMemCreate"))
     return (void *)create_memory;
+  if (!strcmp(name, "cuMemRelease"))
+    return (void *)release_memory;
   if (!strcmp(name, "cuMemAddressReserve"))
     return (void *)reserve_address_range;
   return (void *)driver_function;
@@ -167,12 +190,15 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, 
 /* Memory */
 
 cudaError_t cudaMalloc(void **pointer, size_t nbytes) {
-  *pointer = reserve_addresses(nbytes);
+  *pointer = take(nbytes) ? reserve_addresses(nbytes) : NULL;
+  if (*pointer)
+    bytes_at[((char *)*pointer - first_address) / SEGMENT_ALIGNMENT] = nbytes;
   return *pointer ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 
 cudaError_t cudaFree(void *pointer) {
-  (void)pointer;
+  if (pointer)
+    used_bytes -= bytes_at[((char *)pointer - first_address) / SEGMENT_ALIGNMENT];
   return cudaSuccess;
 }
 
