@@ -1,6 +1,6 @@
 """Measure how soon a job under torchrun ends after one of its ranks fails.
 
-    python benchmarks/failing_ranks.py [--repetitions 5] [--output benchmarks/results/failing_ranks.json]
+    python benchmarks/failing_ranks.py [--repetitions 5] [--ways raises ...] [--output FILE]
 
 Three processes train over gloo. Rank 1 fails in the middle of an optimizer step: it raises an exception, the system
 kills it (SIGKILL), or it exits without an error (``sys.exit(0)``). The time runs from the failure until torchrun has
@@ -82,13 +82,14 @@ def main() -> None:
     """Measure each way several times, and write the results."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=5, help="measurements of each failure (default: 5)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="how the rank fails (default: all ways)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "failing_ranks.json")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:
         run_rank(arguments.rank[0], Path(arguments.rank[1]))
         return
-    seconds = {way: sorted(round(measured_s(way), 2) for _ in range(arguments.repetitions)) for way in WAYS}
+    seconds = {way: sorted(round(measured_s(way), 2) for _ in range(arguments.repetitions)) for way in arguments.ways}
     answer: dict[str, Any] = {
         **of_this_run(),
         "ranks": WORLD_SIZE,

@@ -66,12 +66,20 @@ def pytest_report_header() -> str:
     return f"autosplit: python {platform.python_version()}, {found}"
 
 
-@pytest.hookimpl(trylast=True)  # after -m and -k have chosen the tests
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests for a release, give slow tests a long timeout, and skip GPU tests if there is no accelerator.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add an option for `.ci/run`, which runs skipped tests again together with the slow tests."""
+    parser.addoption("--also", help="a file with the ids of tests and test files that count as slow")
 
-    Import torch only if a GPU test was collected.
-    """
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Deselect tests for a release, give slow tests a long timeout, and skip GPU tests if there is no accelerator."""
+    if listed := config.getoption("also", None):
+        also = set(Path(listed).read_text(encoding="utf-8").splitlines())
+        for item in items:
+            if not also.isdisjoint((item.nodeid, item.nodeid.partition("::")[0])):
+                item.add_marker("slow")
+    yield  # -m and -k choose the tests
     if not FOR_RELEASE:
         left_out = [item for item in items if item.get_closest_marker("release")]
         items[:] = [item for item in items if not item.get_closest_marker("release")]
@@ -81,9 +89,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(600))
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist
         _begin_with_the_longest(items)
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if not gpu_items:
-        return
+    if gpu_items := [item for item in items if item.get_closest_marker("gpu")]:
+        _skip_without_an_accelerator(gpu_items)
+
+
+def _skip_without_an_accelerator(gpu_items: list[pytest.Item]) -> None:
+    """Import torch only here, because most files have no GPU test."""
     import torch
 
     from autosplit.torch_versions import available_accelerator
@@ -112,7 +123,7 @@ def _begin_with_the_longest(items: list[pytest.Item]) -> None:
 
     The first worker begins with the first test, and the second one in the middle. Both take small tests at the end.
     """
-    limits = {item: item.get_closest_marker("timeout") for item in items}
+    limits = {item: item.get_closest_marker("timeout") for item in items if not item.get_closest_marker("gpu")}
     longest = [item for item, limit in limits.items() if limit and limit.args and limit.args[0] >= LONG_S]
     others = [item for item in items if item not in set(longest)]
     middle = len(items) // 2 - len(longest[::2])

@@ -1,7 +1,9 @@
-"""Jobs on a local Ray cluster, for tests/integrations/test_integrations_ray.py: python ray_jobs.py JOB FOLDER.
+"""A job on a local Ray cluster, for tests/integrations/test_integrations_ray.py: python ray_jobs.py FOLDER.
 
-Each job runs in a separate process, because Ray leaves threads and sockets open. Each job saves what it found to
-FOLDER/found.pt. Every worker appends a line to FOLDER/log for each optimizer step that it has reported.
+It runs in a separate process, because Ray leaves threads and sockets open. Starting nodes and workers costs seconds, so
+one job tunes once, and trains with the plan twice: with as many workers as the plan has, and with one or two. It saves
+its results to FOLDER/found.pt. In the folder of a training, every worker appends a line to `log` for each optimizer
+step that it has reported.
 """
 
 from __future__ import annotations
@@ -122,12 +124,6 @@ def in_one_process() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def compared(folder: Path) -> None:
-    """Print the largest difference between the weights of a job and those of one process."""
-    own = torch.load(folder / "weights.pt")
-    print(max(float((own[name] - value).abs().max()) for name, value in in_one_process().items()))  # noqa: T201
-
-
 def planned(sizes: tuple[int, ...], plan: Plan | None = None) -> Plan:
     """Return a plan with these batch sizes, so that a test does not depend on measured times."""
     from shared_training import shares_plan
@@ -140,11 +136,11 @@ def planned(sizes: tuple[int, ...], plan: Plan | None = None) -> Plan:
     return replace(plan, layouts=(replace(plan.ddp, seats=seats, accumulation_steps=steps),))
 
 
-def tuned(folder: Path) -> Plan:
+def tuned(make: Any, folder: Path) -> Plan:
     """Tune over both nodes, with one trial."""
     selectors = [{MEMORY_LABEL: LARGE}, {MEMORY_LABEL: SMALL}]
     options = {"scaling_config": ScalingConfig(num_workers=2, label_selector=selectors), **OPTIONS}
-    return autosplit_ray.tune(workload, run_config=RunConfig(storage_path=str(folder / "runs")), **options)
+    return autosplit_ray.tune(make, run_config=RunConfig(storage_path=str(folder / "runs")), **options)
 
 
 def trained(plan: Plan, folder: Path, scaling: ScalingConfig) -> None:
@@ -159,15 +155,21 @@ def add_node(cluster: Cluster, memory: str) -> Any:
 
 def trained_while_killed(
     cluster: Cluster, node: Any, folder: Path, plan: Plan, scaling: ScalingConfig, *, joins_at: int
-) -> None:
-    """Train, and kill a node as soon as its worker waits. After the step `joins_at`, start a node with its label."""
+) -> Any:
+    """Train, and kill a node as soon as its worker waits. After the step `joins_at`, start a node with its label.
+
+    Returns:
+        The new node.
+    """
+    folder.mkdir()
     with ThreadPoolExecutor(1) as pool:  # Ray starts nodes only in the main thread
         run = pool.submit(trained, plan, folder, scaling)
         wait_for(folder / f"after_{LEAVES_AT}", run)
         cluster.remove_node(node, allow_graceful=False)
         wait_for(folder / f"after_{joins_at}", run)
-        add_node(cluster, SMALL)
+        joined = add_node(cluster, SMALL)
         run.result()
+    return joined
 
 
 def wait_for(marker: Path, run: Future[None]) -> None:
@@ -176,51 +178,13 @@ def wait_for(marker: Path, run: Future[None]) -> None:
         time.sleep(0.1)
 
 
-def replaced_node(cluster: Cluster, node: Any, folder: Path) -> dict[str, Any]:
-    """Tune over both nodes, and train with unequal batches while a node is killed and replaced."""
-    plan = tuned(folder)
-    unequal = planned(SIZES, plan)
-    trained_while_killed(cluster, node, folder, unequal, autosplit_ray.scaling_config(unequal), joins_at=LEAVES_AT)
-    return {"plan": plan.to_json(), "errors": errors_of_tuning(cluster, folder)}
-
-
-def errors_of_tuning(cluster: Cluster, folder: Path) -> list[tuple[str, str]]:
-    """Return the classes and messages of the driver's errors.
-
-    The causes: a wrong workload, a wrong label of a node, a wrong option, and a model that does not fit.
-    """
-    cluster.add_node(num_cpus=1, labels={MEMORY_LABEL: "2048MiB"})
-
-    def error_of(name: str, make: Any, memories: list[str], options: dict[str, Any]) -> tuple[str, str]:
-        run = RunConfig(name=name, storage_path=str(folder / "runs"))  # Ray names runs by the second
-        selectors = [{MEMORY_LABEL: memory} for memory in memories]
-        scaling = ScalingConfig(num_workers=len(selectors), label_selector=selectors)
-        try:
-            autosplit_ray.tune(make, scaling_config=scaling, run_config=run, profile="off", **options)
-        except autosplit.AutosplitError as error:
-            return type(error).__name__, str(error)
-        raise AssertionError("nothing was raised")
-
-    cases = (
-        ("workload", lambda: 3, [SMALL], {}),
-        ("label", workload, ["2048MiB"], {}),
-        ("option", workload, [SMALL], {"devices": 2}),
-        ("memory", lambda: workload(nn.Sequential(nn.Linear(16, 800), nn.Linear(800, 4)).double()), [LARGE, SMALL], {}),
-    )
-    with ThreadPoolExecutor(2) as pool:  # the first two use different nodes
-        return [*pool.map(error_of, *zip(*cases, strict=True))]
-
-
-def elastic(cluster: Cluster, node: Any, folder: Path) -> dict[str, Any]:
-    """Train with two workers, with one after a node was killed, and with two after a node has joined."""
-    devices = f"cpu:{LARGE},cpu:{SMALL}"
-    plan = planned(SIZES, autosplit.tune(workload(), devices=devices, strategy="ddp", **OPTIONS))
-    cluster.add_node(num_cpus=1)  # an idle node of other users
-    options = {"resources_per_worker": {"CPU": 1, TRAINING: 1}, "elastic_resize_monitor_interval_s": 1}
-    scaling = autosplit_ray.scaling_config(plan, (1, 2), **options)
-    trained_while_killed(cluster, node, folder, plan, scaling, joins_at=JOINS_AT)
-    alone = plan_for_devices(plan, [RankDevice("cpu", "cpu", budget_bytes=2**20)])
-    return {"alone": alone.split, "selectors": selectors_of_gpus(plan), "refused": refused(plan)}
+def error_of(call: Any, *args: Any, **options: Any) -> tuple[str, str]:
+    """Return the class and the message of the error that a call raises in the driver."""
+    try:
+        call(*args, **options)
+    except autosplit.AutosplitError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
 
 
 def selectors_of_gpus(plan: Plan) -> list[Any]:
@@ -236,35 +200,49 @@ def selectors_of_gpus(plan: Plan) -> list[Any]:
 
 def refused(plan: Plan) -> list[str]:
     """Return the messages of the errors for a plan without times, a step that does not fit, and a sharded model."""
-    messages = []
-    for other, count in (
+    cases = (
         (changed_plan(plan, cost=None), 3),
         (replace(plan, accumulates=False, max_batch_size=EFFECTIVE - 1), (1, 2)),
         (changed_plan(plan, shard_size=2), (1, 2)),
-    ):
-        try:
-            autosplit_ray.scaling_config(other, count)
-        except autosplit.AutosplitError as error:
-            messages.append(str(error))
-    return messages
+    )
+    return [error_of(autosplit_ray.scaling_config, *case)[1] for case in cases]
 
 
-JOBS = {job.__name__: job for job in (replaced_node, elastic)}
+def found_on(cluster: Cluster, node: Any, folder: Path) -> dict[str, Any]:
+    """Tune over both nodes, and train with unequal batches while a node is killed and replaced.
+
+    Then train with two workers, with one after a node was killed, and with two after a node has joined.
+    """
+    plan = tuned(workload, folder)
+    unequal = planned(SIZES, plan)
+    own = autosplit_ray.scaling_config(unequal)
+    node = trained_while_killed(cluster, node, folder / "replaced", unequal, own, joins_at=LEAVES_AT)
+    cluster.add_node(num_cpus=1)  # an idle node of other users
+    options = {"resources_per_worker": {"CPU": 1, TRAINING: 1}, "elastic_resize_monitor_interval_s": 1}
+    any_number = autosplit_ray.scaling_config(unequal, (1, 2), **options)
+    trained_while_killed(cluster, node, folder / "elastic", unequal, any_number, joins_at=JOINS_AT)
+    large = nn.Sequential(nn.Linear(16, 800), nn.Linear(800, 4)).double()
+    return {
+        "plan": plan.to_json(),
+        "alone": plan_for_devices(unequal, [RankDevice("cpu", "cpu", budget_bytes=2**20)]).split,
+        "selectors": selectors_of_gpus(unequal),
+        "refused": refused(unequal),
+        "errors": [error_of(tuned, lambda: workload(large), folder), error_of(autosplit_ray._budget, "2048MiB")],
+        "weights": in_one_process(),
+    }
 
 
-def main(name: str, folder: Path) -> None:
+def main(folder: Path) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
         add_node(cluster, LARGE)
         node = add_node(cluster, SMALL)
         ray.init(address=cluster.address, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}})
-        found = JOBS[name](cluster, node, folder)
-        torch.save(found, folder / "found.pt")
+        torch.save(found_on(cluster, node, folder), folder / "found.pt")
     finally:
         ray.shutdown()
         cluster.shutdown()
 
 
 if __name__ == "__main__":
-    job, folder = sys.argv[1], Path(sys.argv[2])
-    compared(folder) if job == "compared" else main(job, folder)
+    main(Path(sys.argv[1]))

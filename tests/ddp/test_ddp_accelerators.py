@@ -260,6 +260,7 @@ def test_the_command_tunes_with_a_rank_on_each_card(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.release  # ranks of `tune` measure, too
 def test_the_command_measures_with_a_rank_on_each_card(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(WORK)
     options = ["--strategy", "ddp", "--devices", KIND, "--split", ",".join(["4"] * COUNT), "--accumulation-steps", "2"]

@@ -22,6 +22,7 @@ from ddp_jobs import make_plan
 from distant_training import BATCH_SIZES, EFFECTIVE_BATCH_SIZE, EPOCHS, NUM_SAMPLES, SAVED_EVERY
 from events import until
 from machines import Machine, Machines, missing
+from marks import for_release
 
 from autosplit.plan.plan import Plan
 
@@ -172,7 +173,7 @@ def test_two_machines_tune_together_then_train_and_go_on_after_one_was_killed(ma
 # ------------------------------------------------------------------------------------------------------ training
 
 
-@pytest.mark.parametrize("meeting", MEETINGS)
+@pytest.mark.parametrize("meeting", ["c10d", for_release("static")])
 def test_two_machines_train_as_one_device_does(machines, meeting):
     assert codes(machines, start_both(machines, meeting)) == [0, 0], said(machines)
     assert_trained_as_one_device(machines)
@@ -189,6 +190,7 @@ BEGUN = DIES_AT // SAVED_EVERY * SAVED_EVERY
 assert BEGUN % 6, "in mid-epoch"
 
 
+@pytest.mark.release  # after a tuning, a worker is killed, too
 def test_a_worker_that_is_killed_is_started_again_and_goes_on_in_mid_epoch(machines):
     agents = start_both(machines, "c10d", "--dies", "worker", "--at", str(DIES_AT), restarts=1)
     assert codes(machines, agents) == [0, 0], said(machines)

@@ -1,4 +1,4 @@
-"""Compare ceilings on emulated devices with a brute force over the same allocator."""
+"""Compare ceilings on emulated devices with steps that fit and larger steps that do not, in the same allocator."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ OPTIMIZERS = [torch.optim.SGD, torch.optim.AdamW]
 
 @dataclass
 class Case:
-    """A ceiling search with its true result."""
+    """A ceiling search, and a lower bound of its result's share of the true ceiling."""
 
     name: str
     found: int
-    truth: int
+    share: float
     steps: int
     ooms: int
 
@@ -94,7 +94,7 @@ def workload_of(number: int) -> tuple[Workload, str]:
     return Workload(model, batch, loss_fn=F.cross_entropy, optimizer=optimizer), f"{make.__name__} {width}"
 
 
-def runs(workload: Workload, samples: int, capacity_bytes: int, role: str) -> bool:
+def fits(workload: Workload, samples: int, capacity_bytes: int, role: str) -> bool:
     """Return whether a step fits in a fresh allocator."""
     worker = AcceleratorWorker(parse_devices(SPEC), (capacity_bytes,), workload)
     shape = StepShape(((samples,),), arrangement="eval" if role == "eval" else "balanced")
@@ -109,19 +109,15 @@ def runs(workload: Workload, samples: int, capacity_bytes: int, role: str) -> bo
 
 def looked_for(number: int, capacity_bytes: int) -> Case:
     workload, name = workload_of(number)
-    role = "eval" if number % 5 == 4 and number % 4 else "primary"  # too many samples of `dense` fit for brute force
+    role = "eval" if number % 5 == 4 and number % 4 else "primary"  # too many samples of `dense` fit
     reserve = parse_devices(SPEC)[0].capacity_bytes - capacity_bytes
     ceiling = find_ceiling(workload, SPEC, role=role, reserve=reserve)
     assert ceiling.limited_by == "memory", ceiling
-    low, high = ceiling.batch_size, ceiling.batch_size + 1
-    while low and not runs(workload, low, capacity_bytes, role):
-        low, high = low - max(1, low // 100), low
-    while runs(workload, high, capacity_bytes, role):
-        low, high = high, high + max(1, high // 50)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if runs(workload, middle, capacity_bytes, role) else (low, middle)
-    return Case(f"{name} {role}", ceiling.batch_size, low, ceiling.steps, ceiling.ooms)
+    found = ceiling.batch_size
+    assert fits(workload, found, capacity_bytes, role), name
+    too_many = ((share, int(found / share) + 1) for share in (0.97, 0.85))
+    share = next((share for share, samples in too_many if not fits(workload, samples, capacity_bytes, role)), 0.0)
+    return Case(f"{name} {role}", found, share, ceiling.steps, ceiling.ooms)
 
 
 @contextlib.contextmanager
@@ -137,8 +133,8 @@ def workspaces() -> Iterator[Any]:
 
 def check(cases: list[Case]) -> None:
     """Check the ceilings of many networks: 95% have 0.97 of the true ceiling, in the median after at most 18 steps."""
-    assert [case for case in cases if not 0.85 * case.truth <= case.found <= case.truth] == []
-    assert sum(case.found >= 0.97 * case.truth for case in cases) >= 0.95 * len(cases), cases
+    assert [case for case in cases if case.share < 0.85] == []
+    assert sum(case.share >= 0.97 for case in cases) >= 0.95 * len(cases), cases
     assert median(case.steps for case in cases) <= 18, cases
     assert [case for case in cases if case.ooms > MOST_FAILURES] == []
 
@@ -152,7 +148,8 @@ def test_they_are_near_where_memory_is_what_is_allocated():
 
 def test_they_are_near_where_the_allocator_keeps_blocks():
     """Segments have 2 or 20 MiB. Some cases get less memory, because no search goes beyond 65,536 samples."""
-    sizes = [24 if number % len(MODELS) == 0 or number % 5 == 4 else 64 + 16 * (number % 5) for number in range(CASES)]
+    numbers = range(CASES // 2)  # every model with both optimizers
+    sizes = [24 if number % len(MODELS) == 0 or number % 5 == 4 else 64 + 16 * (number % 5) for number in numbers]
     check([looked_for(number, mib * MIB) for number, mib in enumerate(sizes)])
 
 
@@ -187,8 +184,8 @@ class TestMemoryOfTheHost:
                 assert max(filled) <= 1.05 * FILLED_SHARE * capacity_bytes  # a first prediction is a little off
                 assert (ceiling.ooms, ceiling.confirmed, ceiling.limited_by) == (0, False, "memory")
                 assert [note.kind for note in ceiling.notes] == ["integrated-memory"]
-                assert runs(workload, ceiling.batch_size, capacity_bytes, "primary")
-                assert not runs(workload, 2 + ceiling.batch_size * 106 // 100, capacity_bytes, "primary")
+                assert fits(workload, ceiling.batch_size, capacity_bytes, "primary")
+                assert not fits(workload, 2 + ceiling.batch_size * 106 // 100, capacity_bytes, "primary")
 
     def test_what_cannot_fit_is_not_run(self):
         model = nn.Linear(2048, 2048)
@@ -211,4 +208,4 @@ class TestMemoryOfTheHost:
 def test_they_are_near_where_segments_are_rounded_and_engines_are_tried():
     with workspaces():
         cases = [looked_for(number, (64 + 16 * (number % 5)) * MIB) for number in (1, 2, 3)]
-    assert [case for case in cases if not 0.97 * case.truth <= case.found <= case.truth] == []
+    assert [case for case in cases if case.share < 0.97] == []

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from folders import ROOT
+from marks import for_release
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,7 @@ def lines_of(folder: Path, *words: str, stdin: str | None = None) -> list[str]:
     return [line for line in ran.stdout.splitlines() if line.endswith(told)]
 
 
-@pytest.mark.parametrize("how", ["file", "-c", "stdin", "module", "package"])
+@pytest.mark.parametrize("how", ["file", "-c", "module", for_release("stdin"), for_release("package")])
 def test_a_script_without_a_guard_runs_once(how, tmp_path):
     """Files, downloads and training before `tune` were repeated in the child process."""
     text = SCRIPT + BARE

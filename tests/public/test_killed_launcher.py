@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from ddp_jobs import make_plan
 from events import until
+from marks import for_release
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="Linux ends processes like this")]
 
@@ -65,8 +66,19 @@ def launched(by: str, folder: Path) -> Iterator[tuple[int, list[int]]]:
         launcher.wait()
 
 
-@pytest.mark.parametrize("by", LAUNCHERS)
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"])
+@pytest.mark.parametrize(
+    ("by", "how"),
+    [
+        ("autosplit launch", "SIGKILL"),
+        ("autosplit launch", "SIGINT"),
+        ("torchrun", "SIGTERM"),
+        ("torchrun", "SIGHUP"),
+        for_release("autosplit launch", "SIGTERM"),
+        for_release("autosplit launch", "SIGHUP"),
+        for_release("torchrun", "SIGKILL"),
+        for_release("torchrun", "SIGINT"),
+    ],
+)
 def test_ranks_end_when_their_launcher_is_ended(by, how, tmp_path):
     """After a SIGKILL of the launcher, the ranks trained on and kept their GPUs."""
     with launched(by, tmp_path) as (launcher, ranks):

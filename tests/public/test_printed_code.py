@@ -207,17 +207,35 @@ def test_in_one_process_it_trains_as_the_whole_batch_does(kind: str, devices: st
     assert (weights(user.model) - expected).abs().max() < EXACT, code
 
 
+ALL_SCRIPTS = """
+import os, runpy, sys
+for folder in {folders!r}:
+    os.environ["AUTOSPLIT_PROFILE"] = os.path.join(folder, "plan.json")
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    sys.modules.pop("definitions", None)
+    runpy.run_path("train.py", run_name="__main__")
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_train_as_the_whole_batch_does(kind: str, tmp_path: Path) -> None:
-    user = definitions(tmp_path, kind)
-    expected = trained_alone(user)
-    code = printed_code(tmp_path, user, "cpu:8MiB,cpu:4MiB", strategy="ddp")
+def test_two_ranks_train_as_the_whole_batch_does(tmp_path: Path) -> None:
+    """One job runs the scripts of all kinds."""
     saving = "import os\n    torch.save(model.state_dict(), f'{os.environ[\"RANK\"]}.pt')"
-    script = f"from definitions import *\n{code}\n    {saving}\n"
-    (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    done = autosplit("launch", "--plan", "plan.json", "train.py", folder=tmp_path)
+    expected, codes = {}, {}
+    for number, kind in enumerate(KINDS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        user = definitions(folder, kind)
+        expected[folder] = trained_alone(user)
+        codes[folder] = printed_code(folder, user, "cpu:8MiB,cpu:4MiB", strategy="ddp")
+        script = f"from definitions import *\n{codes[folder]}\n    {saving}\n"
+        (folder / "train.py").write_text(script, encoding="utf-8")
+    (tmp_path / "all.py").write_text(ALL_SCRIPTS.format(folders=[*map(str, codes)]), encoding="utf-8")
+    first = str(next(iter(codes)) / "plan.json")
+    done = autosplit("launch", "--plan", first, "all.py", folder=tmp_path, limit_s=400)
     assert done.code == 0, done.err
-    for rank in (0, 1):
-        found = torch.cat([value.flatten() for value in torch.load(tmp_path / f"{rank}.pt").values()])
-        assert (found - expected).abs().max() < EXACT, code
+    for folder, code in codes.items():
+        for rank in (0, 1):
+            found = torch.cat([value.flatten() for value in torch.load(folder / f"{rank}.pt").values()])
+            assert (found - expected[folder]).abs().max() < EXACT, code

@@ -12,6 +12,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from handmade import led_by_ddp, made_plan, solved_plan
+from marks import for_release
 
 pytest.importorskip("jinja2")
 pytest.importorskip("vl_convert")
@@ -204,7 +205,7 @@ def test_the_page_is_drawn_fits_its_window_and_asks_for_nothing(browser, tmp_pat
     assert {url.removeprefix(address) for url in urls if not url.startswith("data:")} <= {"/report.html"}
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", ["cards", *map(for_release, [*PLANS][1:])])
 def test_on_paper_nothing_is_cut_off(browser, tmp_path, name):
     """Tables ran off the sheet, where users cannot scroll, and the table of trials stayed folded."""
     write_page(PLANS[name](), tmp_path / "report.html")

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from marks import slow, whole
+from marks import for_release, slow, whole
 from noted import kinds
 from raised import raises
 from torch import nn
@@ -245,7 +245,7 @@ class TestBatchNorms:
     """At least two samples, or none, on every device, also in the last forward."""
 
     @pytest.mark.whole
-    @pytest.mark.parametrize("effective", [slow(2), 3, slow(5), slow(7)])
+    @pytest.mark.parametrize("effective", [slow(2), 3, for_release(5), for_release(7)])
     def test_no_share_of_one_is_tried(self, effective):
         plan = quick(small(), "sim:2xRTX3090", effective_batch_size=effective, n_trials=1)
         assert plan.split == (effective, 0)
@@ -486,7 +486,7 @@ class TestPrecision:
     """`precision` replaces a Workload's own precision, like the command line's flag."""
 
     @pytest.mark.parametrize("devices", [whole("sim:2xRTX3090"), "cpu:1MiB,cpu:1MiB"])
-    @pytest.mark.parametrize("precision", ["bf16", slow("fp16")])
+    @pytest.mark.parametrize("precision", ["bf16", for_release("fp16")])
     @pytest.mark.parametrize("source", [small, small()], ids=["function", "workload"])
     def test_it_replaces_the_workloads_own(self, devices, precision, source):
         plan = quick(source, devices, precision=precision, max_batch_size=8)
