@@ -59,7 +59,7 @@ def entries_of(
         before = sum(at < stages[0] for at, _ in account)
         account.insert(before, (stages[0] - 1, BoundedEntry("gradients", 0, bucket_bytes)))
     numbers: defaultdict[int, int] = defaultdict(itertools.count().__next__)
-    entries = [one._replace(stage=_stage_of(at, stages), block=numbers[one.block]) for at, one in account]
+    entries = [one._replace(stage=one.stage or _stage_of(at, stages), block=numbers[one.block]) for at, one in account]
     while entries and entries[-1].nbytes <= 0:
         entries.pop()
     return (*tracker.workspaces(), *entries)
@@ -89,7 +89,7 @@ def _entries(tracker: TraceTracker, variant: Variant) -> Iterator[tuple[int, Bou
             block = id(own) if own is not None and goes else id(held)  # the earlier micro-steps' gradient goes last
             yield at, BoundedEntry(kind, device, exact_bytes, limits_of(held), block)
         for arrival in copies.pop(id(held), []):
-            yield at, BoundedEntry("gradients", 0, arrival.nbytes, block=id(arrival))
+            yield at, BoundedEntry("gradients", 0, arrival.nbytes, block=id(arrival), stage="kept")
 
 
 def _kind(variant: Variant, arrival: Arrival | None, kind: Kind, *, goes: bool) -> Kind | None:

@@ -1,7 +1,8 @@
 """Predict the memory that torch's allocator reserves for a training step, by replaying the step's allocations.
 
-The replay allocates the parameters and then runs optimizer steps. As in a real training, the first update creates the
-optimizer state, between activations that are free by then. The steps are repeated until one reserves no more memory
+The replay allocates the parameters and then runs optimizer steps. As in a real training, the first backward creates
+gradients that later micro-steps add to, and the first update creates the optimizer state. Both are placed between
+activations that are free by then. The steps are repeated until one reserves no more memory
 than the one before it. See Note [Reserved memory] in `caching_allocator`.
 """
 
@@ -20,7 +21,7 @@ from autosplit.sim.trace_tracker import BoundedEntry, Stage
 MOST_STEPS = 5
 """Maximum number of steps that are replayed."""
 
-_PLACES: dict[Stage, int] = {"before": 0, "step": 2, "update": 3}
+_PLACES: dict[Stage, int] = {"before": 0, "kept": 1, "step": 3, "": 3, "update": 4}
 
 
 def block_bytes(entries: Sequence[BoundedEntry], nbytes: Numbers) -> Numbers:
@@ -76,18 +77,19 @@ def _replayed(
     Raises:
         AllocationError: A step does not fit, or each step has to release cached segments.
     """
-    before = [
-        (e.block, n) for e, n in zip(entries, sizes, strict=True) if e.stage == "before" and e.kind != "optimizer"
-    ]
-    state = [(e.block, n) for e, n in zip(entries, sizes, strict=True) if e.stage == "before" and e.kind == "optimizer"]
-    step = [(e.block, n) for e, n in zip(entries, sizes, strict=True) if e.stage == "step"]
-    update = [(e.block, n) for e, n in zip(entries, sizes, strict=True) if e.stage == "update"]
+    before, gradients, state, step, update = lists = [list[tuple[int, int]]() for _ in range(5)]
+    held = {entry.block for entry in entries if entry.stage in ("before", "kept")}
+    for entry, nbytes in zip(entries, sizes, strict=True):
+        is_state = entry.stage == "before" and entry.kind == "optimizer"
+        if nbytes > 0 or entry.block not in held:  # parameters, gradients and state outlive the step
+            lists[2 if is_state else _PLACES[entry.stage]].append((entry.block, nbytes))
     standing: dict[int, Block] = {}
     _run(allocator, before, standing)
     for index in range(MOST_STEPS):
         reserved, retries, live = allocator.max_reserved_bytes, allocator.retries, dict(standing)
         _run(allocator, step, live)
         if index == 0:
+            _run(allocator, gradients, standing)
             _run(allocator, state, standing)
         _run(allocator, update, live)
         for number, block in live.items():

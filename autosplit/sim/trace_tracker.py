@@ -31,8 +31,11 @@ _ARRIVALS = frozenset(getattr(torch.ops.aten, name).default for name in ("detach
 """Ops that give a parameter its first gradient: autograd's tensor itself (detach), or a copy of it."""
 
 
-Stage = Literal["before", "step", "update"]
-"""Before the forward (parameters, optimizer state), in forward and backward, or in the optimizer's update."""
+Stage = Literal["", "before", "kept", "step", "update"]
+"""Before the forward (parameters, optimizer state), in forward and backward, or in the optimizer's update.
+
+Gradients of earlier micro-steps are ``"kept"``: the first backward creates them, and the next forward finds them.
+"""
 
 
 class BoundedEntry(NamedTuple):
@@ -50,7 +53,7 @@ class BoundedEntry(NamedTuple):
     nbytes: int
     limits: tuple[float, float] = NO_LIMITS
     block: int = -1
-    stage: Stage = "step"
+    stage: Stage = ""
 
 
 @dataclass
