@@ -1,6 +1,6 @@
 """Writes docs/benchmarks.md from the committed results: python docs/benchmarks.py. A test compares the page.
 
-The page has one chart (docs/pictures.py draws it) and six figures. docs/measurements.py writes all other tables.
+The page has one chart (docs/pictures.py draws it) and seven figures. docs/measurements.py writes all other tables.
 """
 
 from __future__ import annotations
@@ -70,6 +70,19 @@ def memory() -> Figure:
     )
 
 
+def reserved() -> Figure:
+    """Compare the predicted reserved memory with a fixed share for gaps."""
+    found = read("gpu_reserved")["summary"]["without cuDNN's workspaces"]
+    ours, rule = found["predicted"], found["rule"]
+    return Figure(
+        f"memory that the allocator reserves in {ours['rows']} steps on an H200 and an H100, without the GPU",
+        f"{ours['within 5%']} within 5%, median error {ours['median error']:.1%}",
+        f"{rule['within 5%']} within 5%, median error {rule['median error']:.1%} (allocated memory / 0.9)",
+        "gpu_reserved",
+        "reserved-memory",
+    )
+
+
 def budgets() -> Figure:
     """Compare searches for the largest batch on enforced memory budgets."""
     medians = read("ceilings")["cpu"]["medians"]
@@ -125,7 +138,7 @@ def lengths() -> Figure:
     )
 
 
-FIGURES = (brackets, memory, budgets, gpus, splits, lengths)
+FIGURES = (brackets, memory, reserved, budgets, gpus, splits, lengths)
 
 
 def page() -> str:

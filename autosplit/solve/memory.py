@@ -111,7 +111,7 @@ class MemoryParts:
         optimizer_bytes: Optimizer state.
         gathered_bytes: Outputs of all devices, gathered on device 0.
         activations_bytes: The batch, tensors saved for the backward, the loss, temporary tensors, cuBLAS workspaces.
-        untraced_bytes: Measured memory beyond the other parts: cuDNN workspaces, and blocks cached by the allocator.
+        untraced_bytes: Memory beyond the other parts: free blocks that the allocator keeps, and cuDNN workspaces.
     """
 
     parameters_bytes: int
