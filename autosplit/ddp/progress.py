@@ -29,6 +29,9 @@ _LATE = 0.8
 _NAMED = 4
 """Largest number of ranks in a message."""
 
+_LEFT = "left autosplit.ddp.setup"
+_SEEN = "does not answer (killed, stopped or busy) and was last seen"
+
 
 class Progress(StepListener):
     """Record the place of this rank: a loop of `Context.steps`, an optimizer step and a micro-batch.
@@ -102,13 +105,13 @@ class Progress(StepListener):
             frames = user_frames(error.__traceback__)
             where = f" ({frames[-1]})" if frames else ""
             if store is not None and _is_explained(error):
-                self._publish("end", f"waits {self.place}")
+                self._publish("end", f"is {self.place}")
                 raise self._explanation(where) from error
-            ending = one_line(error) if is_failure(error) else f"{type(error).__name__}, exit code 0"
-            self._publish("end", f"failed {ending}{where}" if is_failure(error) else f"left {ending}")
+            failed, exited = f"failed: {one_line(error)}{where}", f"{_LEFT} ({type(error).__name__}, exit code 0)"
+            self._publish("end", failed if is_failure(error) else exited)
             raise
         else:
-            self._publish("end", "left the block ended")
+            self._publish("end", _LEFT)
         finally:
             self._over.set()
             if store is not None:
@@ -120,72 +123,57 @@ class Progress(StepListener):
         head_start = time.monotonic() + HEAD_START_S
         with suppress(Exception):  # rank 0 may have ended, and it may have the store
             self._store.wait([f"end/{rank}" for rank in self._others], timedelta(seconds=HEAD_START_S))
+        found = self._found()  # now, because a rank that ends may have the store
         time.sleep(max(0.0, head_start - time.monotonic()))
-        found = self._found()
-        for rank, (kind, text) in found.items():
-            if kind == "failed":
-                return RankFailedError(
-                    f"rank {rank} failed: {text}. This rank {self._rank} stops, because the ranks train together. "
-                    "Start the job again, unless its launcher restarts it",
-                    rank=rank,
-                    cause=text,
-                )
-        for rank, (kind, text) in found.items():
-            if kind == "left":
-                return RankFailedError(
-                    f"rank {rank} left autosplit.ddp.setup ({text}) while this rank {self._rank} waited for it "
-                    f"{self.place}{where}. All ranks must take the same number of steps and leave together",
-                    rank=rank,
-                    cause=text,
-                )
-        places, first = self._places(found)
+        for end in ("failed: ", _LEFT):
+            for rank, text in found.items():
+                if text.startswith(end):
+                    return RankFailedError(
+                        f"rank {rank} {text}. This rank {self._rank} stops {self.place}{where}. All ranks must take "
+                        "the same number of steps and leave together",
+                        rank=rank,
+                        cause=text.removeprefix("failed: "),
+                    )
+        silent = {rank: text for rank, text in found.items() if text.startswith(_SEEN)}
+        named = silent or {rank: text for rank, text in found.items() if text != f"is {self.place}"} or found
+        places = _listed(named)
         long = waited_s > 0.95 * self._timeout_s
         advice = " If a rank may take longer, pass timeout_s= to autosplit.ddp.setup" if long else ""
         return RankFailedError(
             f"rank {self._rank} waited {waited_s:.0f} s for the other ranks {self.place}{where}, but {places}. All "
             f"ranks must run the same steps. Read the output of these ranks.{advice}",
-            rank=first,
+            rank=next(iter(named)),
             cause=f"a collective {'timed out' if long else 'broke'}: {places}",
         )
 
-    def _found(self) -> dict[int, tuple[str, str]]:
-        """Return the last message of each other rank: its kind ("failed", "left", "waits" or "silent"), and its text.
-
-        A "silent" rank has published no message that it waits or ended. Its text is the last place that it published.
-        """
-        found = dict.fromkeys(self._others, ("silent", "at an unknown place"))
+    def _found(self) -> dict[int, str]:
+        """Return the end of each other rank, or else the last place that it published."""
+        found = dict.fromkeys(self._others, f"{_SEEN} at an unknown place")
         with suppress(Exception):  # rank 0 may have ended, and it may have the store
             for rank in self._others:
                 if self._store.check([f"end/{rank}"]):
-                    kind, _, text = self._store.get(f"end/{rank}").decode().partition(" ")
-                    found[rank] = kind, text
+                    found[rank] = self._store.get(f"end/{rank}").decode()
                 elif self._store.check([f"place/{rank}"]):
-                    found[rank] = "silent", self._store.get(f"place/{rank}").decode()
+                    found[rank] = f"{_SEEN} {self._store.get(f'place/{rank}').decode()}"
         return found
-
-    def _places(self, found: dict[int, tuple[str, str]]) -> tuple[str, int]:
-        """Describe the places of the silent ranks, or else of those that wait elsewhere. Return the first rank, too."""
-        silent = {rank: text for rank, (kind, text) in found.items() if kind == "silent"}
-        elsewhere = {rank: text for rank, (_, text) in found.items() if text != self.place}
-        named = silent or elsewhere or {rank: text for rank, (_, text) in found.items()}
-        verb = "does not answer (killed, stopped or busy) and was last seen" if silent else "is"
-        places = ", ".join(f"rank {rank} {verb} {text}" for rank, text in [*named.items()][:_NAMED])
-        return places, next(iter(named))
 
     def _print_if_late(self) -> None:
         late_s, printed = _LATE * self._timeout_s, 0.0
-        while not self._over.wait(late_s if printed == self._since else self._since + late_s - time.monotonic()):
+        while not self._over.wait(min(1.0, self._timeout_s / 10)):
             since = self._since
             if printed == since or time.monotonic() < since + late_s:
                 continue
             printed = since
             self._publish("place", self.place)
             self._over.wait(HEAD_START_S)  # the other ranks publish their places at about the same time
-            places = ", ".join(f"rank {rank}: {text}" for rank, (_, text) in [*self._found().items()][:_NAMED])
             print_line(
-                f"autosplit: rank {self._rank} has been {self.place} for {time.monotonic() - since:.0f} s ({places}). "
-                f"A collective that waits for {self._timeout_s:.0f} s ends the job."
+                f"autosplit: rank {self._rank} has been {self.place} for {time.monotonic() - since:.0f} s "
+                f"({_listed(self._found())}). A collective that waits for {self._timeout_s:.0f} s ends the job."
             )
+
+
+def _listed(found: dict[int, str]) -> str:
+    return ", ".join(f"rank {rank} {text}" for rank, text in [*found.items()][:_NAMED])
 
 
 def _is_explained(error: BaseException) -> bool:
