@@ -50,7 +50,7 @@ def _watched(name: str, original: Any, *, compares: bool) -> Any:
         if not torch.compiler.is_compiling() and _is_users(inspect.currentframe()):
             _count_one()
             if compares and name == "all_gather":
-                _require_expected_sizes(original, *args, **kwargs)
+                _require_expected_sizes(original, *args[:3], **kwargs)
         return original(*args, **kwargs)
 
     return watched
@@ -67,7 +67,7 @@ def _is_users(frame: Any) -> bool:
 
 
 def _require_expected_sizes(
-    all_gather: Any, tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    all_gather: Any, tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **_: Any
 ) -> None:
     count, room = dist.get_world_size(group), tensor_list
     if count <= 1 or len(room) != count:  # not a rank of the group, or torch reports a list of the wrong length
