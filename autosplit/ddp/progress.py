@@ -29,8 +29,16 @@ _LATE = 0.8
 _NAMED = 4
 """Largest number of ranks in a message."""
 
-_LEFT = "left autosplit.ddp.setup"
-_SEEN = "does not answer (killed, stopped or busy) and was last seen"
+_PHRASES = {
+    "failed": "failed: ",
+    "left": "left autosplit.ddp.setup",
+    "waits": "is ",
+    "silent": "was last seen ",
+}
+"""The beginning of a sentence about a rank, by the kind of its last message."""
+
+_Found = dict[int, tuple[str, str]]
+"""The kind and the text of each other rank's last message."""
 
 
 class Progress(StepListener):
@@ -105,13 +113,13 @@ class Progress(StepListener):
             frames = user_frames(error.__traceback__)
             where = f" ({frames[-1]})" if frames else ""
             if store is not None and _is_explained(error):
-                self._publish("end", f"is {self.place}")
+                self._publish("end", f"waits {self.place}")
                 raise self._explanation(where) from error
-            failed, exited = f"failed: {one_line(error)}{where}", f"{_LEFT} ({type(error).__name__}, exit code 0)"
+            failed, exited = f"failed {one_line(error)}{where}", f"left  ({type(error).__name__}, exit code 0)"
             self._publish("end", failed if is_failure(error) else exited)
             raise
         else:
-            self._publish("end", _LEFT)
+            self._publish("end", "left ")
         finally:
             self._over.set()
             if store is not None:
@@ -125,18 +133,19 @@ class Progress(StepListener):
             self._store.wait([f"end/{rank}" for rank in self._others], timedelta(seconds=HEAD_START_S))
         found = self._found()  # now, because a rank that ends may have the store
         time.sleep(max(0.0, head_start - time.monotonic()))
-        for end in ("failed: ", _LEFT):
-            for rank, text in found.items():
-                if text.startswith(end):
-                    return RankFailedError(
-                        f"rank {rank} {text}. This rank {self._rank} stops {self.place}{where}. All ranks must take "
-                        "the same number of steps and leave together",
-                        rank=rank,
-                        cause=text.removeprefix("failed: "),
-                    )
-        silent = {rank: text for rank, text in found.items() if text.startswith(_SEEN)}
-        named = silent or {rank: text for rank, text in found.items() if text != f"is {self.place}"} or found
+        ended = {rank: known for rank, known in found.items() if known[0] in ("failed", "left")}
+        for rank, (kind, text) in sorted(ended.items(), key=lambda one: one[1][0]):  # a failure first
+            return RankFailedError(
+                f"{_listed({rank: (kind, text)})}. This rank {self._rank} stops {self.place}{where}. All ranks must "
+                "take the same number of steps and leave together",
+                rank=rank,
+                cause=text.strip() or "left early",
+            )
+        silent = {rank: known for rank, known in found.items() if known[0] == "silent"}
+        named = silent or {rank: known for rank, known in found.items() if known[1] != self.place} or found
         places = _listed(named)
+        if silent:
+            places += ", and does not answer (killed, stopped or busy)"
         long = waited_s > 0.95 * self._timeout_s
         advice = " If a rank may take longer, pass timeout_s= to autosplit.ddp.setup" if long else ""
         return RankFailedError(
@@ -146,15 +155,16 @@ class Progress(StepListener):
             cause=f"a collective {'timed out' if long else 'broke'}: {places}",
         )
 
-    def _found(self) -> dict[int, str]:
+    def _found(self) -> _Found:
         """Return the end of each other rank, or else the last place that it published."""
-        found = dict.fromkeys(self._others, f"{_SEEN} at an unknown place")
+        found = dict.fromkeys(self._others, ("silent", "at an unknown place"))
         with suppress(Exception):  # rank 0 may have ended, and it may have the store
             for rank in self._others:
                 if self._store.check([f"end/{rank}"]):
-                    found[rank] = self._store.get(f"end/{rank}").decode()
+                    kind, _, text = self._store.get(f"end/{rank}").decode().partition(" ")
+                    found[rank] = kind, text
                 elif self._store.check([f"place/{rank}"]):
-                    found[rank] = f"{_SEEN} {self._store.get(f'place/{rank}').decode()}"
+                    found[rank] = "silent", self._store.get(f"place/{rank}").decode()
         return found
 
     def _print_if_late(self) -> None:
@@ -172,8 +182,8 @@ class Progress(StepListener):
             )
 
 
-def _listed(found: dict[int, str]) -> str:
-    return ", ".join(f"rank {rank} {text}" for rank, text in [*found.items()][:_NAMED])
+def _listed(found: _Found) -> str:
+    return ", ".join(f"rank {rank} {_PHRASES[kind]}{text}" for rank, (kind, text) in [*found.items()][:_NAMED])
 
 
 def _is_explained(error: BaseException) -> bool:
