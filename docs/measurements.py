@@ -400,8 +400,8 @@ def _allocator() -> list[str]:
     found = _read("allocator")
     text = (
         "The model of torch's caching allocator, compared with torch's own allocator by random sequences of "
-        "allocations and frees. torch ran on a GPU that does nothing. Two sequences are equal if allocated bytes, reserved bytes "
-        "and retries are equal after each operation."
+        "allocations and frees. torch ran on a GPU that does nothing. A sequence is equal if allocated bytes, reserved "
+        "bytes and retries are equal after each operation."
     )
     columns = ("settings", "limit MiB", "sequences", "operations", "with retries", "equal sequences")
     rows = [

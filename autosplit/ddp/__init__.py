@@ -8,7 +8,7 @@ from autosplit.ddp.loader_steps import LeftOverWarning
 from autosplit.ddp.rank_gather import Gathered
 from autosplit.ddp.setup import setup
 from autosplit.errors import RankFailedError, SlowRankWarning
-from autosplit.parallel.effective_batch import EffectiveBatchWarning
+from autosplit.parallel.epoch_steps import EffectiveBatchWarning
 from autosplit.plan.other_model import OtherModelWarning
 
 __all__ = [

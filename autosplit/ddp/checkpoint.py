@@ -33,7 +33,6 @@ from autosplit.ddp.checkpoint_state import (
     with_tensors,
 )
 from autosplit.ddp.device import gathered_objects
-from autosplit.ddp.failure import PRINTED_AFTER_S, printed_if_long
 from autosplit.ddp.sharded_tensors import is_shard, part_of, room_for, whole
 from autosplit.errors import CheckpointError
 
@@ -72,8 +71,6 @@ class CheckpointMethods:
         if self.rank and not shared:
             return
         together = partial(_together, path, self.rank, _WRITTEN, exchange=shared)
-        if shared:
-            _meet(self.rank, "save_checkpoint of a sharded model")
         states = together(lambda: {name: state_of(name, part) for name, part in parts.items()})
         states = together(lambda: _gathered(states, keep=self.rank == 0) if shared else _without_shards(states))
         together(lambda: None if self.rank else write_file(Path(path), states))
@@ -98,7 +95,7 @@ class CheckpointMethods:
             CheckpointError: On any rank, the file is missing or damaged, does not fit, or differs from rank 0's file.
                 Nothing was changed on any rank.
         """
-        _meet(self.rank, "load_checkpoint")  # rank 0 may still be writing the file
+        gathered_objects(None)  # rank 0 may still be writing the file
         together = partial(_together, path, self.rank, _LOADED)
         found = together(lambda: read_file(Path(path), only_model=set(parts) == {MODEL}))
         fits = together(lambda: _fitting(parts, found))
@@ -129,7 +126,6 @@ class CheckpointMethods:
 
         folder = Path(path).resolve()
         partial_folder = folder.with_name(f".{folder.name}.part")
-        _meet(self.rank, "save_sharded")
         together = partial(_together, path, self.rank, _WRITTEN)
         state = together(lambda: _taken_apart(parts))
         if self.rank == 0:
@@ -162,7 +158,7 @@ class CheckpointMethods:
         from autosplit.ddp import checkpoint_folder as folders
 
         folder = Path(path).resolve()
-        _meet(self.rank, "load_sharded")
+        gathered_objects(None)  # rank 0 may still be renaming the folder
         together = partial(_together, path, self.rank, _LOADED)
         digests = gathered_objects(together(lambda: {".metadata": folders.checked(folder, self.rank)}))
         together(lambda: _require_equal(digests))
@@ -183,15 +179,6 @@ class CheckpointMethods:
         together(lambda: folders.read_into(room, folder))
         _load_together(together, parts, states)
         return rest
-
-
-def _meet(rank: int, what: str) -> None:
-    """Wait for all ranks. If this takes `PRINTED_AFTER_S`, print which method every rank must call."""
-    with printed_if_long(
-        f"Rank {rank} has waited {PRINTED_AFTER_S:.0f} s for the other ranks in {what}. Expected every rank to call "
-        "it. Call it outside of `if ctx.rank == 0`."
-    ):
-        gathered_objects(None)
 
 
 def _together(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -117,24 +116,14 @@ def _other_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> str | None
     theirs = None if groups is None else [len(group["params"]) for group in groups]
     if groups is None or own != theirs:
         return f"the state of another optimizer. Its groups have {theirs} parameters. Expected {own}"
-    foreign = _foreign_options(optimizer)
     for number, (group, ours) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         found = [f"lacks {key}" for key in optimizer.defaults if key not in {*group, *_NEWER}]
-        found += [f"has {key}" for key in group if key in foreign]
         for key, parameter in zip(group["params"], ours["params"], strict=True):
             found = found or _other_tensors(optimizer, group, key, parameter, state["state"].get(key, {}))
         if found:
             needed = type(optimizer).__name__
             return f"the state of another optimizer. Its group {number} {found[0]}. Expected the state of a {needed}"
     return None
-
-
-def _foreign_options(optimizer: torch.optim.Optimizer) -> set[str]:
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        return set()
-    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
-    options = {key for kind in kinds for key in inspect.signature(kind).parameters}
-    return options - {*inspect.signature(type(optimizer)).parameters, *_NEWER}
 
 
 def _other_tensors(

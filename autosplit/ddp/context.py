@@ -15,26 +15,32 @@ from torch.utils.data import DataLoader
 
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.addons import addon, found_addon
-from autosplit.ddp.agreement import Settings, require_equal_settings, settings_of
 from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised
 from autosplit.ddp.checkpoint import CheckpointMethods
 from autosplit.ddp.equal_gradients import EqualGradients
 from autosplit.ddp.find_plan import check_model
 from autosplit.ddp.gradient_average import refuse_meeting
 from autosplit.ddp.group_end import part_from_group, release_group_last
-from autosplit.ddp.loader_steps import foreign_steps, refuse_hook, refuse_unplanned, sums_over_ranks, totals_over_ranks
-from autosplit.ddp.loss_collectives import LossCollectives
+from autosplit.ddp.loader_steps import (
+    Settings,
+    foreign_steps,
+    refuse_hook,
+    refuse_unplanned,
+    require_equal_settings,
+    settings_of,
+    sums_over_ranks,
+    totals_over_ranks,
+)
 from autosplit.ddp.progress import Progress
 from autosplit.ddp.rank_gather import Gathered, gather_rows
-from autosplit.ddp.rank_model import RankModel, refuse_options
-from autosplit.ddp.rank_models import RankModels, Ranks
+from autosplit.ddp.rank_models import RankModel, RankModels, Ranks, refuse_options
 from autosplit.ddp.sharded_tensors import begin_step
+from autosplit.ddp.user_collectives import LossCollectives
 from autosplit.errors import InputError
 from autosplit.parallel.batch_counts import Count, warn_of_missing_count
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
-from autosplit.parallel.effective_batch import compared
-from autosplit.parallel.epoch_steps import Steps, checked, steps
+from autosplit.parallel.epoch_steps import Steps, checked, compared, steps
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.parallel.parts import cuts_of
 from autosplit.parallel.rank_scope import LossScope, checked_scope, refuse_combined_scope, refuse_ranks_without_samples
@@ -106,9 +112,9 @@ class Context(CheckpointMethods):
 
         Raises:
             InputError: `model` is not a module, or is already wrapped. `kwargs` has an option that this version of
-                DistributedDataParallel lacks. `sync_batchnorm` is True on a CPU. Rank 0 has no samples, but its running
-                statistics would be used. Moving the model replaced parameters that an optimizer has.
-                The plan is for a sharded model (`autosplit.tune_sharded`), or is the newest and for another model.
+                DistributedDataParallel lacks. Rank 0 has no samples, but its running statistics would be used. Moving
+                the model replaced parameters that an optimizer has. The plan is for a sharded model
+                (`autosplit.tune_sharded`), or is the newest and for another model.
             PlanError: The model lacks a layer that the plan checkpoints.
 
         Warns:
@@ -124,11 +130,6 @@ class Context(CheckpointMethods):
             )
         check_model(self.plan, model, is_named=self._is_named, rank=self.rank)
         if sync_batchnorm:
-            if not is_accelerator(self.device.type):
-                raise InputError(
-                    f"sync_batchnorm is True on {self.device}. Expected a GPU, because SyncBatchNorm does not run "
-                    "on other devices. Leave sync_batchnorm out.",
-                )
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         checkpoint_layers(model, self.plan.checkpointed)
         doubt_batchnorms(model, self.rank, self._slice.batch_sizes)
@@ -270,7 +271,6 @@ class Context(CheckpointMethods):
         on_oom: Literal["raise", "cut"] = "raise",
         noise_scale: NoiseEstimate | None = None,
         device: torch.device | str | int | None = None,
-        rebalance: str = "off",
     ) -> Steps:
         """Return the optimizer steps of one epoch of this rank's loader.
 
@@ -319,11 +319,6 @@ class Context(CheckpointMethods):
             EffectiveBatchWarning: The size of an optimizer step differs from the plan's effective batch size.
             SlowRankWarning: The other ranks wait for one rank for more than 10% of a step. Only rank 0 warns.
         """
-        if rebalance != "off":
-            raise InputError(
-                f"rebalance={rebalance!r} was removed, because a plan's split stays the same during a run. Leave it "
-                "out. If SlowRankWarning names a rank that stays slow, tune again."
-            )
         plan = self.plan
         note = partial(add_note_to_file, plan)
         cuts = cuts_of(loader, on_oom, dim=plan.batch_dim, least=self.layout.least_batch, count=count, note=note)
@@ -405,8 +400,8 @@ class Context(CheckpointMethods):
         are at the end of `Gathered.tensor`, where `offset` points.
 
         Raises:
-            InputError: The tensor has no dimension, or the ranks' rows have unequal shapes or dtypes. Or `steps` has
-                ``on_oom="cut"``, because ranks then run unequal numbers of forwards.
+            InputError: The ranks' rows have unequal shapes or dtypes. Or `steps` has ``on_oom="cut"``, because ranks
+                then run unequal numbers of forwards.
         """
         step = self._step() if self._step is not None else None
         if step is not None and step.cuts is not None and step.is_open:

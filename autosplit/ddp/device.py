@@ -18,7 +18,7 @@ from torch import distributed as dist
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.rendezvous import Place
 from autosplit.devices.accelerator import Visible, device_uuid, indices_here, visible_devices
-from autosplit.errors import DeviceError, PlanError
+from autosplit.errors import DeviceError
 from autosplit.plan.plan import Plan
 from autosplit.plan.torchrun import required_ranks
 
@@ -31,17 +31,9 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
     devices = required_ranks(plan).devices
     own = devices[place.rank]
     label = own.label
-    kind, _, index = label.partition(":")
+    kind = label.partition(":")[0]
     if kind == "cpu":
         return torch.device("cpu")
-    try:
-        known = is_accelerator(kind) and index.isdigit() and bool(torch.device(kind))
-    except RuntimeError:  # this torch version does not support the device type
-        known = False
-    if not known:
-        raise PlanError(
-            f"The rank's device is {label!r}. Expected 'cpu', 'cpu:0' or 'cuda:0'. Tune again.",
-        )
     gpus = visible_devices(kind) if visible is None else visible
     # Ranks that share a GPU have the same label.
     wanted = {planned.label: planned for planned in (devices[other] for other in place.beside())}

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from autosplit.autograd_graph import graph_leaves
 from autosplit.ddp.device import exchange_device, gathered, gathered_objects
 from autosplit.ddp.rank_models import RankModels
 from autosplit.errors import InputError
-from autosplit.parallel.awaited_update import optimizers_since, updates_so_far
+from autosplit.parallel.awaited_update import optimizers_since, updates_by_optimizer
 from autosplit.parallel.step_listener import StepListener
 
 _CHUNK = 2**22
@@ -112,7 +113,7 @@ class EqualGradients(StepListener):
         self._models, self._device = models, device
         self._comparison = GradientComparison(_ADVICE)
         self._optimizers: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        self._updates: int | None = None
+        self._updates: Counter[int] | None = None
         self._parameters: dict[Tensor, None] = {}
         self._is_first = True
         self._index = 0
@@ -148,7 +149,7 @@ class EqualGradients(StepListener):
             self._parameters = inside | self._parameters
         step = f"optimizer step {self._index}"
         self._comparison.compare(self._parameters, self._describe, step, self._device)
-        self._updates = updates_so_far()
+        self._updates = updates_by_optimizer()
 
     def _describe(self, parameters: list[Tensor]) -> list[Described | None]:
         found: dict[int, Described | None] = {}

@@ -17,7 +17,6 @@ place of each rank (see `progress`).
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -26,9 +25,6 @@ from autosplit.text import printable
 
 HEAD_START_S = 2.0
 """Time in seconds until a rank raises an error for a broken collective. torchrun blames the rank that ends first."""
-
-PRINTED_AFTER_S = 15.0
-"""Waiting time in seconds after which a rank prints which method the other ranks must call."""
 
 
 @contextmanager
@@ -54,18 +50,6 @@ def abort_group(group: Any) -> None:
     """Abort NCCL's collectives. They would block the destruction of the group. gloo ignores this (torch 2.13)."""
     with suppress(Exception):  # the error that led here is more important
         group.abort()
-
-
-@contextmanager
-def printed_if_long(message: str) -> Iterator[None]:
-    """Print the message on stderr if the block takes longer than `PRINTED_AFTER_S`."""
-    timer = threading.Timer(PRINTED_AFTER_S, print_line, (f"autosplit: {message}",))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def print_line(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Exchange counts and gradient norms between the ranks, and form steps from loaders without a plan's batch sampler.
+"""Exchange counts and settings between the ranks, and form steps from loaders without a plan's batch sampler.
 
 rank 0   batch batch batch  count 40 | the ranks exchange counts: N = 65  | weights 40 W/65
 rank 1   batch batch        count 25 | all ranks run 3 micro-steps        | weights 25 W/65, the third has weight 0
@@ -6,9 +6,10 @@ rank 1   batch batch        count 25 | all ranks run 3 micro-steps        | weig
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -19,11 +20,13 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
 )
 
-from autosplit.ddp.device import exchange_device, gathered
-from autosplit.errors import InputError, warn_user
+from autosplit.ddp.device import exchange_device, gathered, gathered_objects
+from autosplit.errors import InputError, shown, warn_user
 from autosplit.parallel.batch_counts import Count, check_loader, samples_and_count, tidy
+from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.hidden_sampler import UnscheduledBatches
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.parallel.rank_scope import normalised_over_ranks, refuse_ranks_without_samples, refuse_uncounted_scope
@@ -58,6 +61,54 @@ def sums_over_ranks(own: Sums, device: torch.device) -> Sums:
     """
     weighted, number, squared = _gathered(own, device).unbind(1)
     return float(weighted.sum()), float(number.sum()), float(squared.max())
+
+
+class Settings(NamedTuple):
+    """The settings of a loop over a loader.
+
+    Attributes:
+        common: Settings that must be equal on all ranks, by name.
+        chosen: A digest of the samples that a SubsetRandomSampler chooses. It must differ between the ranks.
+    """
+
+    common: dict[str, Any]
+    chosen: str | None = None
+
+
+def settings_of(loader: Any, **options: Any) -> Settings:
+    """Return the settings of a loop over a loader."""
+    sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(sampler, ScheduledBatchSampler):
+        return Settings({"loader": "a loader without ctx.batch_sampler", **options}, _chosen_samples(loader))
+    dataset: Any = getattr(loader, "dataset", None)
+    size = {"data set size": len(dataset)} if hasattr(dataset, "__len__") else {}
+    return Settings({"loader": "a loader with ctx.batch_sampler", **sampler.common_facts(), **size, **options})
+
+
+def _chosen_samples(loader: Any) -> str | None:
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, SubsetRandomSampler):
+        return None
+    return hashlib.sha256(repr(sorted(map(int, sampler.indices))).encode()).hexdigest()
+
+
+def require_equal_settings(settings: Settings) -> None:
+    """Raise InputError on all ranks if the common settings differ, or if two ranks chose the same samples."""
+    found = gathered_objects(tuple(settings))
+    everyones, choices = [common for common, _ in found], [chosen for _, chosen in found if chosen is not None]
+    if len(set(choices)) < len(choices):
+        raise InputError(
+            "The loader has a SubsetRandomSampler with the same samples on several ranks, so each rank would train on "
+            "all of them. Expected only this rank's part. Pass ctx.loader(Subset(dataset, sampler.indices)).",
+        )
+    for rank, one in enumerate(everyones):
+        name = next((name for name in {**everyones[0], **one} if one.get(name) != everyones[0].get(name)), None)
+        if name is not None:
+            values = f"{shown(everyones[0].get(name))} on rank 0, {shown(one.get(name))} on rank {rank}"
+            raise InputError(
+                f"The ranks' settings of this loop differ: {name} is {values}. Expected equal settings, data sets and "
+                "checkpoints on all ranks. The sampler divides the whole data set among the ranks.",
+            )
 
 
 def refuse_hook(wrapped: DistributedDataParallel) -> None:

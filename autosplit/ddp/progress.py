@@ -29,6 +29,17 @@ _LATE = 0.8
 _NAMED = 4
 """Largest number of ranks in a message."""
 
+_PHRASES = {
+    "failed": "failed: ",
+    "left": "left autosplit.ddp.setup",
+    "waits": "is ",
+    "silent": "was last seen ",
+}
+"""The beginning of a sentence about a rank, by the kind of its last message."""
+
+_Found = dict[int, tuple[str, str]]
+"""The kind and the text of each other rank's last message."""
+
 
 class Progress(StepListener):
     """Record the place of this rank: a loop of `Context.steps`, an optimizer step and a micro-batch.
@@ -104,11 +115,11 @@ class Progress(StepListener):
             if store is not None and _is_explained(error):
                 self._publish("end", f"waits {self.place}")
                 raise self._explanation(where) from error
-            ending = one_line(error) if is_failure(error) else f"{type(error).__name__}, exit code 0"
-            self._publish("end", f"failed {ending}{where}" if is_failure(error) else f"left {ending}")
+            failed, exited = f"failed {one_line(error)}{where}", f"left  ({type(error).__name__}, exit code 0)"
+            self._publish("end", failed if is_failure(error) else exited)
             raise
         else:
-            self._publish("end", "left the block ended")
+            self._publish("end", "left ")
         finally:
             self._over.set()
             if store is not None:
@@ -120,39 +131,32 @@ class Progress(StepListener):
         head_start = time.monotonic() + HEAD_START_S
         with suppress(Exception):  # rank 0 may have ended, and it may have the store
             self._store.wait([f"end/{rank}" for rank in self._others], timedelta(seconds=HEAD_START_S))
+        found = self._found()  # now, because a rank that ends may have the store
         time.sleep(max(0.0, head_start - time.monotonic()))
-        found = self._found()
-        for rank, (kind, text) in found.items():
-            if kind == "failed":
-                return RankFailedError(
-                    f"rank {rank} failed: {text}. This rank {self._rank} stops, because the ranks train together. "
-                    "Start the job again, unless its launcher restarts it",
-                    rank=rank,
-                    cause=text,
-                )
-        for rank, (kind, text) in found.items():
-            if kind == "left":
-                return RankFailedError(
-                    f"rank {rank} left autosplit.ddp.setup ({text}) while this rank {self._rank} waited for it "
-                    f"{self.place}{where}. All ranks must take the same number of steps and leave together",
-                    rank=rank,
-                    cause=text,
-                )
-        places, first = self._places(found)
+        ended = {rank: known for rank, known in found.items() if known[0] in ("failed", "left")}
+        for rank, (kind, text) in sorted(ended.items(), key=lambda one: one[1][0]):  # a failure first
+            return RankFailedError(
+                f"{_listed({rank: (kind, text)})}. This rank {self._rank} stops {self.place}{where}. All ranks must "
+                "take the same number of steps and leave together",
+                rank=rank,
+                cause=text.strip() or "left early",
+            )
+        silent = {rank: known for rank, known in found.items() if known[0] == "silent"}
+        named = silent or {rank: known for rank, known in found.items() if known[1] != self.place} or found
+        places = _listed(named)
+        if silent:
+            places += ", and does not answer (killed, stopped or busy)"
         long = waited_s > 0.95 * self._timeout_s
         advice = " If a rank may take longer, pass timeout_s= to autosplit.ddp.setup" if long else ""
         return RankFailedError(
             f"rank {self._rank} waited {waited_s:.0f} s for the other ranks {self.place}{where}, but {places}. All "
             f"ranks must run the same steps. Read the output of these ranks.{advice}",
-            rank=first,
+            rank=next(iter(named)),
             cause=f"a collective {'timed out' if long else 'broke'}: {places}",
         )
 
-    def _found(self) -> dict[int, tuple[str, str]]:
-        """Return the last message of each other rank: its kind ("failed", "left", "waits" or "silent"), and its text.
-
-        A "silent" rank has published no message that it waits or ended. Its text is the last place that it published.
-        """
+    def _found(self) -> _Found:
+        """Return the end of each other rank, or else the last place that it published."""
         found = dict.fromkeys(self._others, ("silent", "at an unknown place"))
         with suppress(Exception):  # rank 0 may have ended, and it may have the store
             for rank in self._others:
@@ -163,29 +167,23 @@ class Progress(StepListener):
                     found[rank] = "silent", self._store.get(f"place/{rank}").decode()
         return found
 
-    def _places(self, found: dict[int, tuple[str, str]]) -> tuple[str, int]:
-        """Describe the places of the silent ranks, or else of those that wait elsewhere. Return the first rank, too."""
-        silent = {rank: text for rank, (kind, text) in found.items() if kind == "silent"}
-        elsewhere = {rank: text for rank, (_, text) in found.items() if text != self.place}
-        named = silent or elsewhere or {rank: text for rank, (_, text) in found.items()}
-        verb = "does not answer (killed, stopped or busy) and was last seen" if silent else "is"
-        places = ", ".join(f"rank {rank} {verb} {text}" for rank, text in [*named.items()][:_NAMED])
-        return places, next(iter(named))
-
     def _print_if_late(self) -> None:
         late_s, printed = _LATE * self._timeout_s, 0.0
-        while not self._over.wait(late_s if printed == self._since else self._since + late_s - time.monotonic()):
+        while not self._over.wait(min(1.0, self._timeout_s / 10)):
             since = self._since
             if printed == since or time.monotonic() < since + late_s:
                 continue
             printed = since
             self._publish("place", self.place)
             self._over.wait(HEAD_START_S)  # the other ranks publish their places at about the same time
-            places = ", ".join(f"rank {rank}: {text}" for rank, (_, text) in [*self._found().items()][:_NAMED])
             print_line(
-                f"autosplit: rank {self._rank} has been {self.place} for {time.monotonic() - since:.0f} s ({places}). "
-                f"A collective that waits for {self._timeout_s:.0f} s ends the job."
+                f"autosplit: rank {self._rank} has been {self.place} for {time.monotonic() - since:.0f} s "
+                f"({_listed(self._found())}). A collective that waits for {self._timeout_s:.0f} s ends the job."
             )
+
+
+def _listed(found: _Found) -> str:
+    return ", ".join(f"rank {rank} {_PHRASES[kind]}{text}" for rank, (kind, text) in [*found.items()][:_NAMED])
 
 
 def _is_explained(error: BaseException) -> bool:

@@ -28,7 +28,6 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from autosplit.ddp.device import exchange_device, gathered, gathered_objects
-from autosplit.ddp.failure import PRINTED_AFTER_S, printed_if_long
 from autosplit.errors import InputError
 
 
@@ -54,11 +53,6 @@ def gather_rows(own: Tensor, *, counts: bool) -> Gathered:
         counts: Whether this rank's rows have a weight. If not, only this rank gets them, at the end of `tensor`, so the
             indices in its loss are valid.
     """
-    if not isinstance(own, Tensor) or not own.dim():
-        found = f"a tensor {tuple(own.shape)}" if isinstance(own, Tensor) else f"a {type(own).__name__}"
-        raise InputError(
-            f"all_gather received {found}. Expected a tensor whose first dimension counts the rows.",
-        )
     if dist.get_world_size() == 1:
         return Gathered(own, 0, (len(own),))
     rows = own if counts else own[:0]
@@ -74,8 +68,7 @@ def _sizes_of_all(rows: Tensor) -> tuple[int, ...]:
     needs_gradient = rows.requires_grad and torch.is_grad_enabled()
     facts = f"{tuple(rows.shape[1:])} of {rows.dtype}{' with gradients' if needs_gradient else ''}"
     own = torch.tensor([len(rows), zlib.crc32(facts.encode())], device=exchange_device(rows.device))
-    with _printed("all_gather"):
-        numbers = torch.stack(gathered(own)).tolist()
+    numbers = torch.stack(gathered(own)).tolist()
     if len({code for _, code in numbers}) > 1:
         held = ", ".join(f"{theirs} on rank {rank}" for rank, theirs in enumerate(gathered_objects(facts)))
         raise InputError(
@@ -107,14 +100,6 @@ class _AllGatherRows(torch.autograd.Function):
         total = gradient.to(exchange_device(gradient.device), wide, memory_format=torch.contiguous_format, copy=True)
         if not ctx.sizes[ctx.rank]:
             total.zero_()  # the loss of samples with weight 0 may be NaN
-        with _printed("the backward of all_gather (its result must be in the loss of every rank)"):
-            dist.all_reduce(total)
+        dist.all_reduce(total)
         begin = sum(ctx.sizes[: ctx.rank])
         return total[begin : begin + ctx.sizes[ctx.rank]].to(gradient.device, gradient.dtype), None, None
-
-
-def _printed(what: str) -> Any:
-    return printed_if_long(
-        f"Rank {dist.get_rank()} has waited {PRINTED_AFTER_S:.0f} s for the other ranks in {what}. Expected every rank "
-        "to call it in the same order."
-    )

@@ -16,17 +16,10 @@ from autosplit.accelerators import backend, is_accelerator
 from autosplit.addons import addon
 from autosplit.ddp.context import Context
 from autosplit.ddp.device import agreed_backend, device_for, gathered_objects
-from autosplit.ddp.failure import PRINTED_AFTER_S, abort_group, is_failure, printed_if_long, recorded
+from autosplit.ddp.failure import abort_group, is_failure, recorded
 from autosplit.ddp.find_plan import names_plan, plan_for_job
 from autosplit.ddp.progress import Progress
-from autosplit.ddp.rendezvous import (
-    Place,
-    explain_loopback,
-    explain_taken_port,
-    meeting_place,
-    place_here,
-    store_of_group,
-)
+from autosplit.ddp.rendezvous import Place, meeting_place, place_here, store_of_group
 from autosplit.ddp.user_collectives import user_collectives
 from autosplit.errors import InputError, PlanError
 from autosplit.launcher import end_with_launcher
@@ -77,8 +70,7 @@ def setup(
             the ranks have different plans. With `elastic`: the plan did not measure a rank's kind of device, or the
             optimizer step does not fit the devices.
         DeviceError: The plan is for simulated GPUs, or this rank's device does not exist.
-        InputError: A variable of torchrun or Slurm is missing or wrong. Or a machine resolves its own name to an
-            address that the other machines cannot reach.
+        InputError: A variable of torchrun or Slurm is missing, or rank 0 does not answer.
         RankFailedError: Another rank failed, or a collective timed out. Raised at the end of the block.
     """
     if not timeout_s > 0:
@@ -97,7 +89,7 @@ def _context_of_job(
     plan, _ = plan_for_job(profile, None if elastic else place.world_size)  # an elastic job has any number
     store = None
     if elastic:
-        store = None if dist.is_initialized() else _connect_to_store(place)
+        store = None if dist.is_initialized() else meeting_place(place)
         plan = addon("plan_for_job_devices")(plan, place, store)
     count = len(trainable_ranks(plan).seats)
     if place.world_size != count:
@@ -127,11 +119,10 @@ def _process_group(place: Place, ctx: Context, store: Any, timeout_s: float) -> 
     if dist.is_initialized():
         yield _progress_store(store_of_group(), place)
         return
-    store = store or _connect_to_store(place)
-    with _explaining_failures(place):
-        chosen = agreed_backend(store, place, ctx.device, ctx.plan)
-        timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(chosen, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    store = store or meeting_place(place)
+    chosen = agreed_backend(store, place, ctx.device, ctx.plan)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(chosen, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     has_failed = False
     try:
         yield _progress_store(store, place)
@@ -151,25 +142,6 @@ def _progress_store(store: Any, place: Place) -> Any:
     if store is None or place.world_size == 1:
         return None
     return dist.PrefixStore(f"autosplit/progress/{next(_JOINS)}", store)  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _explaining_failures(place: Place) -> Iterator[None]:
-    try:
-        with printed_if_long(
-            f"Rank {place.rank} of {place.world_size} has waited {PRINTED_AFTER_S:.0f} s in autosplit.ddp.setup, but "
-            "some ranks are missing. A missing rank may have ended before setup. Look for its error."
-        ):
-            yield
-    except RuntimeError as error:
-        explain_loopback(error, place)
-        explain_taken_port(error, place)
-        raise
-
-
-def _connect_to_store(place: Place) -> Any:
-    with _explaining_failures(place):
-        return meeting_place(place)
 
 
 def agree_on(plan: Plan, rank: int) -> None:

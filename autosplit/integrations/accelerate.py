@@ -38,8 +38,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autosplit.ddp.group_end import release_group_last
-from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.setup import agree_on
+from autosplit.ddp.user_collectives import LossCollectives
 from autosplit.errors import InputError, warn_user
 from autosplit.integrations.gradient_norms import RunNorms
 from autosplit.integrations.loop_position import LoopPosition

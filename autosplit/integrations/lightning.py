@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, SequentialSampler
 from autosplit.accelerators import accelerator_kind
 from autosplit.ddp.batchnorms import silenced
 from autosplit.ddp.group_end import release_group_last
-from autosplit.ddp.loss_collectives import LossCollectives
 from autosplit.ddp.setup import agree_on
+from autosplit.ddp.user_collectives import LossCollectives
 from autosplit.errors import InputError, PlanError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
 from autosplit.integrations.lightning_oom_cuts import CutMixin, CutSteps, refuse_no_mixin

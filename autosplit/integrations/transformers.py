@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autosplit import ddp
 from autosplit.ddp.gradient_average import apart, average_gradients, refuse_meeting
 from autosplit.ddp.group_end import release_group_last
-from autosplit.ddp.loss_collectives import LossCollectives
+from autosplit.ddp.user_collectives import LossCollectives
 from autosplit.errors import InputError
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
 from autosplit.integrations.loss_mean import SUM, TOLERANCE, Finding, Samples, count_by, examine_others, warn_of_finding

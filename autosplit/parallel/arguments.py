@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,10 +52,6 @@ def devices_from(device_ids: Sequence[int | str | torch.device] | None) -> tuple
     if device_ids is None:
         kind = accelerator_kind()
         return () if kind is None else tuple(torch.device(kind, i) for i in range(backend(kind).device_count()))
-    if isinstance(device_ids, (str, torch.device)) or not isinstance(device_ids, Iterable):
-        raise DeviceError(
-            f"device_ids is {device_ids!r:.80}. Expected a list of devices. Write [{device_ids!r:.80}].",
-        )
     devices = tuple(map(_device_named, device_ids))
     kinds = {device.type for device in devices}
     here = accelerator_kind()
@@ -70,13 +66,7 @@ def devices_from(device_ids: Sequence[int | str | torch.device] | None) -> tuple
 
 
 def _device_named(item: Any) -> torch.device:
-    try:
-        return torch.device(accelerator_kind() or "cuda", item) if isinstance(item, int) else torch.device(item)
-    except (RuntimeError, TypeError):
-        raise DeviceError(
-            f"A device is {item!r:.80}. Expected the number of a GPU, 'cuda:1', or 'cpu'. autosplit.list_devices() "
-            "lists them.",
-        ) from None
+    return torch.device(accelerator_kind() or "cuda", item) if isinstance(item, int) else torch.device(item)
 
 
 def output_device_from(given: int | str | torch.device | None, first: torch.device) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import weakref
-from collections import Counter, deque
+from collections import Counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,9 +14,6 @@ from autosplit.errors import warn_user
 from autosplit.parallel.accumulation import WatchedParameter
 
 _updates = 0
-_latest: deque[weakref.ref[Optimizer]] = deque(maxlen=1024)
-"""The optimizers of the latest updates, the last one at the end."""
-
 _updates_of: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
@@ -28,7 +24,6 @@ class StepsWarning(UserWarning):
 def _count_update(optimizer: Optimizer, *_: Any) -> None:
     global _updates  # noqa: PLW0603  # torch calls this after each step of any optimizer
     _updates += 1
-    _latest.append(weakref.ref(optimizer))
     _updates_of[optimizer] = _updates_of.get(optimizer, 0) + 1
 
 
@@ -44,17 +39,14 @@ def updates_so_far() -> int:
 
 
 def updates_by_optimizer() -> Counter[int]:
-    """Return the number of steps of each optimizer, by the optimizer's id, since the first call of `updates_so_far`."""
+    """Return the number of steps of each optimizer so far, by the optimizer's id."""
+    _begin_to_count()
     return Counter({id(optimizer): count for optimizer, count in _updates_of.items()})
 
 
-def optimizers_since(before: int) -> list[Optimizer]:
-    """Return the optimizers that have stepped once since `updates_so_far` returned `before`."""
-    number = _updates - before
-    if not 0 < number <= len(_latest):
-        return []  # after that many updates, none belongs to a step of this loop
-    recent = Counter(optimizer for place in range(-number, 0) if (optimizer := _latest[place]()) is not None)
-    return [optimizer for optimizer, count in recent.items() if count == 1]
+def optimizers_since(before: Counter[int]) -> list[Optimizer]:
+    """Return the optimizers that have stepped once since `updates_by_optimizer` returned `before`."""
+    return [optimizer for optimizer, count in _updates_of.items() if count - before[id(optimizer)] == 1]
 
 
 class AwaitedUpdate:
@@ -97,7 +89,6 @@ class LoopWithoutSteps:
     """
 
     def __init__(self) -> None:
-        _begin_to_count()
         self._before = updates_by_optimizer()
         self.steps_begun = 0
 

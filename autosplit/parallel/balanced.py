@@ -42,9 +42,6 @@ from autosplit.torch_versions import BATCH_NORMS, knows_nodes_to_run
 from autosplit.workload.batch_layout import BatchLayout
 from autosplit.workload.tree import map_tensors, tensors_of, unmarked
 
-_NORM_NEEDS_TWO = "Expected more than 1 value per channel"
-"""torch's error for a BatchNorm that trains on one value (torch nn/functional.py, _verify_batch_size)."""
-
 
 class BalancedDataParallel(nn.DataParallel[nn.Module]):
     """Run a module data-parallel in one process, with a chosen number of samples on each device.
@@ -236,15 +233,6 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             if len(active) > 1:  # a single device gets the call uncut
                 layout.advise(error)
             raise
-        except ValueError as error:
-            if _NORM_NEEDS_TWO not in str(error):
-                raise
-            raise WorkloadError(
-                f"The batch of {layout.size} is split {shares}, and BatchNorm raised an error on a device with 1 "
-                f"sample ({_NORM_NEEDS_TWO} when training). Expected 0 or at least 2 samples on each device. Choose "
-                "another split, drop the short last batch (drop_last=True), or use a norm that does not depend on "
-                "the batch.",
-            ) from error
         gathering = Gathering(layout, weights, link, shares, self._seen[self.module.training])
         joined = self._joined(gathering, outputs)
         if replicas is not None:  # gradients stay on the devices until the backward of the last micro-step
@@ -412,12 +400,6 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         self, active: list[int], chunks: list[Any], replicas: PersistentReplicas | None, shares: Sequence[int]
     ) -> tuple[list[Any], Link | PlacedLink]:
         placement = active_placement()
-        if placement is not None and len(self.devices) > placement.num_devices:
-            raise DeviceError(
-                f"The wrapper has {len(self.devices)} devices, but the memory budgets are for "
-                f"{placement.num_devices}. Expected a budget for each device. Take the budgets and the "
-                "wrapper from one plan.",
-            )
         link = Link(torch.device(self.output_device))
         if placement is None and self.devices[0].type != "cpu":
             return run_on_gpus(self.module, self.devices, active, chunks, replicas, shares), link

@@ -7,7 +7,7 @@ exact if each micro-batch has the weight `its count / the count of the whole ste
 from __future__ import annotations
 
 import math
-import operator
+import numbers
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -58,25 +58,10 @@ def warn_of_missing_count(count: Count | None, expression: str) -> None:
 def as_count(value: Any, name: str) -> float:
     """Check a number from a user's function, and return it as an int or a float."""
     expected = "a finite number, 0 or more: the samples, labels or weights that the mean loss divides by"
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise InputError(
-            f"{name} returned a tensor of shape {tuple(value.shape)}. Expected {expected}. Return its sum().",
-        )
-    if isinstance(value, (bool, str, bytes)) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
+    plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if isinstance(plain, bool) or not isinstance(plain, numbers.Real) or not math.isfinite(plain) or plain < 0:
         raise InputError(f"{name} returned {value!r:.80}. Expected {expected}.")
-    try:
-        plain: Any = value.item() if isinstance(value, torch.Tensor) else value
-        number: float = operator.index(plain)
-    except TypeError:
-        try:
-            number = float(value)
-        except (TypeError, ValueError, RuntimeError):
-            raise InputError(f"{name} returned {value!r:.80}. Expected {expected}.") from None
-    if not math.isfinite(number) or number < 0:
-        raise InputError(
-            f"{name} returned {number}. Expected {expected}. A micro-batch whose count is 0 contributes nothing.",
-        )
-    return number
+    return int(plain) if isinstance(plain, numbers.Integral) else float(plain)
 
 
 def tidy(total: float) -> float:

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from autosplit.errors import InputError
+from autosplit.errors import InputError, warn_user
 from autosplit.parallel.batch_counts import Count, check_loader, counted, release, samples_and_count
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
-from autosplit.parallel.effective_batch import warn_of_short_dataset
 from autosplit.parallel.forgotten_calls import ForgottenCalls
 from autosplit.parallel.hidden_sampler import UnscheduledBatches
 from autosplit.parallel.optimizer_steps import OptimizerStep
@@ -24,8 +23,45 @@ from autosplit.parallel.rank_scope import (
 )
 from autosplit.parallel.step_listener import Consumption, NoiseEstimate, Sums, checked_estimate
 from autosplit.solve.split import accumulation_steps, micro_batch_sizes, whole_number
+from autosplit.text import counted_text
 
 _MISSING = object()
+
+
+class EffectiveBatchWarning(UserWarning):
+    """The size of the loader's optimizer steps differs from the plan's effective batch size."""
+
+
+def warn_of_short_dataset(num_samples: int, expected: int) -> None:
+    """Warn if a data set has fewer samples than the plan's effective batch size."""
+    if num_samples < expected:
+        found = counted_text(num_samples, "sample")
+        warn_user(
+            f"The data set has {found}, but the plan has {expected} per optimizer step. So each epoch is one step of "
+            f"{found}. To train as planned, tune with effective_batch_size={num_samples} or less.",
+            EffectiveBatchWarning,
+        )
+
+
+def compared(made: Iterator[OptimizerStep], expected: int) -> Iterator[OptimizerStep]:
+    """Yield the steps. Warn once if a step's size differs from the plan's effective batch size.
+
+    The last step of an epoch may be smaller, unless it is the only one.
+    """
+    before: float | None = None
+    has_warned = False
+    for step in made:
+        found = step.num_samples if before is None or step.num_samples > expected else before
+        before = step.num_samples
+        if not has_warned and found != expected:
+            has_warned = True
+            warn_user(
+                f"The optimizer steps have {found} samples, but the plan's have {expected}. Use "
+                "plan.loader(dataset) or ctx.loader(dataset), or choose a different batch size in the loader. To train "
+                f"with {found}, tune with effective_batch_size={found}.",
+                EffectiveBatchWarning,
+            )
+        yield step
 
 
 class Steps(Iterator[OptimizerStep]):
@@ -99,10 +135,6 @@ def steps(
     check_loader(loader)
     batch_size = whole_number("batch_size", batch_size, minimum=1)
     effective_batch_size = whole_number("effective_batch_size", effective_batch_size, minimum=1)
-    if count is not None and not callable(count):
-        raise InputError(
-            f"count is {count!r}. Expected a function of a batch. Pass a function, or leave count out.",
-        )
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ScheduledBatchSampler):
         sampler.check_sizes(batch_size, effective_batch_size)

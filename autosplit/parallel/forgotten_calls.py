@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autosplit.autograd_graph import graph_leaves
 from autosplit.errors import warn_user
-from autosplit.parallel.awaited_update import AwaitedUpdate, StepsWarning, optimizers_since, updates_so_far
+from autosplit.parallel.awaited_update import AwaitedUpdate, StepsWarning
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.parallel.step_listener import StepListener
 
@@ -20,15 +21,15 @@ class ForgottenCalls(StepListener):
     """Listen to the first two steps of a loop, and warn of mistakes that change the training.
 
     A loop may clear the gradients at the end of a step, at its beginning, or before its only micro-batch. Optimizers
-    may take turns. So a gradient was forgotten only if the second step begins with it, and a backward adds to it.
+    may take turns. So a gradient was forgotten only if the second step begins with it, and its first backward adds to
+    it.
     """
 
     def __init__(self) -> None:
         # Keep no step: it holds its loss, and plans count the memory of only one loss.
         self._steps: list[_Step] = []
-        self._updates = 0
-        self._has_drawn = self._has_looked = False
-        self._left: _Gradient | None = None
+        self._has_drawn = self._has_looked = self._is_left = False
+        self._nearest: Tensor | None = None
 
     def watch(self, step: OptimizerStep) -> None:
         """Listen to a step, if it is one of the first two."""
@@ -37,10 +38,10 @@ class ForgottenCalls(StepListener):
             step.listeners.append(self)
 
     def draw(self, is_last: bool) -> None:  # noqa: ARG002
-        """Copy a gradient that the second step begins with."""
+        """Look whether the second step begins with a gradient of the first step."""
         if len(self._steps) == 2 and not self._has_drawn:
             self._has_drawn = True
-            self._left = _left_over(self._updates)
+            self._is_left = _has_gradient(self._nearest)
 
     def first_loss(self, loss: Tensor, samples: int, weight: float) -> None:  # noqa: ARG002
         """Warn if the loop divides the loss of the first step itself, as `step.backward` does."""
@@ -54,15 +55,15 @@ class ForgottenCalls(StepListener):
                 StepsWarning,
             )
 
-    def begin_backward(self, loss: Tensor) -> None:  # noqa: ARG002
-        """Count the updates before the first step's last backward. In the second step, look for a missing update."""
+    def begin_backward(self, loss: Tensor) -> None:
+        """In the second step, look for an update and for cleared gradients."""
+        nearest = next(graph_leaves(loss), None)
         if len(self._steps) < 2:
-            self._updates = updates_so_far()
+            self._nearest = nearest
         elif not self._has_looked:
             self._has_looked = True
-            if self._left is not None and not self._left.is_unchanged():
-                self._left = None  # the loop has cleared it
-            first = self._steps[0]
+            first, is_added = self._steps[0], self._is_left and nearest is self._nearest and _has_gradient(nearest)
+            self._nearest = None
             if first.awaited.is_missing():
                 warn_user(
                     f"No optimizer has stepped since optimizer step {first.index}, so the parameters did not change. "
@@ -70,18 +71,13 @@ class ForgottenCalls(StepListener):
                     "loop.",
                     StepsWarning,
                 )
-
-    def finish(self, count: float) -> None:  # noqa: ARG002
-        """Warn if the second step has added to a gradient of the first step."""
-        if len(self._steps) == 2 and self._left is not None and not self._left.is_unchanged():
-            first, second = (step.index for step in self._steps)
-            warn_user(
-                f"Optimizer step {second} adds its gradient to the gradient of step {first}, which was not cleared. "
-                "Expected cleared gradients. Call optimizer.zero_grad() after optimizer.step().",
-                StepsWarning,
-            )
-        if len(self._steps) == 2:
-            self._left = None
+            elif is_added:
+                warn_user(
+                    f"Optimizer step {self._steps[1].index} adds its gradient to the gradient of step {first.index}, "
+                    "which was not cleared. Expected cleared gradients. Call optimizer.zero_grad() after "
+                    "optimizer.step().",
+                    StepsWarning,
+                )
 
 
 @dataclass(frozen=True)
@@ -90,17 +86,6 @@ class _Step:
     micro_steps: int
     num_ranks: int
     awaited: AwaitedUpdate
-
-
-class _Gradient:
-    """A parameter's gradient, with a copy of its values. A comparison waits for the device."""
-
-    def __init__(self, parameter: Tensor, values: Tensor) -> None:
-        self._parameter, self._values = parameter, values.detach().clone()
-
-    def is_unchanged(self) -> bool:
-        grad = self._parameter.grad
-        return grad is not None and torch.equal(grad, self._values)
 
 
 def _outer_factor(loss: Tensor) -> float | None:
@@ -118,12 +103,6 @@ def _outer_factor(loss: Tensor) -> float | None:
     return float(other) if name == "Mul" else 1 / float(other)
 
 
-def _left_over(before: int) -> _Gradient | None:
-    """Return the smallest gradient of an optimizer that has stepped since `before`, if it is not zero."""
-    for optimizer in optimizers_since(before):
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        plain = [one for one in parameters if type(one.grad) is Tensor and one.grad.layout == torch.strided]
-        if plain:
-            smallest = min(plain, key=lambda one: int(one.numel()))
-            return _Gradient(smallest, smallest.grad) if bool(smallest.grad.count_nonzero()) else None
-    return None
+def _has_gradient(parameter: Tensor | None) -> bool:
+    grad = None if parameter is None else parameter.grad
+    return type(grad) is Tensor and grad.layout == torch.strided and bool(grad.count_nonzero())

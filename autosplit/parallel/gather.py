@@ -310,19 +310,13 @@ class Gathering:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise WorkloadError(
             f"The output{place} has the shapes {shapes} on devices with {', '.join(map(str, self.shares))} samples. "
-            f"Expected the samples in dimension {self.dim}. Return tensors with the batch in dimension {self.dim} "
-            f"({_batch_first(tensors, self.shares, self.dim)}), return a scalar, or compute the loss inside the "
-            "module and return only the loss.",
+            f"Expected the samples in dimension {self.dim}. Return tensors with the batch in dimension {self.dim} (for "
+            "example output.transpose(0, 1)), return a scalar, or compute the loss inside the module.",
         )
 
     def _concatenated(self, tensors: list[Tensor], dim: int, place: str = "") -> Tensor:
-        if tensors[0].dim() <= dim:
-            raise WorkloadError(
-                f"An output of the replicas has the shape {tuple(tensors[0].shape)}. Expected a dimension {dim}, "
-                "along which the batch is split. Return a tensor with that dimension, or a scalar.",
-            )
         shapes = {tuple(s for d, s in enumerate(tensor.shape) if d != dim % tensor.dim()) for tensor in tensors}
-        if len(shapes) != 1:
+        if len(shapes) != 1:  # in a placement, copying would broadcast
             raise _cannot_join("shapes", [tuple(tensor.shape) for tensor in tensors], place)
         return self.link.concatenate(tensors, dim)
 
@@ -385,13 +379,6 @@ def _is_same(value: Any, other: Any) -> bool:
 
 def _rows(tensor: Tensor, dim: int) -> int | None:
     return tensor.size(dim) if tensor.dim() > dim else None
-
-
-def _batch_first(tensors: list[Tensor], shares: tuple[int, ...], dim: int) -> str:
-    for other in range(tensors[0].dim()):
-        if all(tensor.size(other) == share for tensor, share in zip(tensors, shares, strict=True)):
-            return f"output.transpose({dim}, {other})"
-    return "for example output.view(batch_size, -1)"
 
 
 def _cannot_join(what: str, values: list[Any], place: str = "") -> WorkloadError:

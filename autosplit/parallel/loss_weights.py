@@ -153,13 +153,3 @@ def _by_samples_with_doubts(
         "weighted the replicas' losses by their samples. If the loss ignores them, pass reduce='tokens', or 'next "
         "tokens' for causal language models, which shift the labels by one. If not, pass reduce='samples'.",
     )
-
-
-def require_one_number(loss: object) -> None:
-    """Raise InputError if a loss is not a tensor of one number."""
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return
-    got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-    raise InputError(
-        f"loss is {got}. Expected a tensor with one number. Pass the mean of the micro-batch, loss.mean().",
-    )

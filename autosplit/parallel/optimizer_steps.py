@@ -16,7 +16,6 @@ import torch
 from autosplit.errors import InputError
 from autosplit.parallel.accumulation import Accumulation, WatchedParameter
 from autosplit.parallel.awaited_update import AwaitedUpdate, updates_so_far
-from autosplit.parallel.loss_weights import require_one_number
 from autosplit.parallel.moved_batch import to_device
 from autosplit.parallel.parts import Attempt, Cuts, Part
 from autosplit.parallel.step_listener import NoiseEstimate, StepListener
@@ -164,7 +163,6 @@ class OptimizerStep:
                 "If a GAN needs two, call (loss_d * step.weight).backward() for the first.",
             )
         self._check_parameters()
-        require_one_number(loss)
         if weight and not self._has_seen_loss:
             self._has_seen_loss = True
             parted = None if self.cuts is None or now.attempt is None else self.cuts.samples_of(now.attempt.part)

@@ -17,7 +17,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
 )
 
 from autosplit.errors import InputError
@@ -44,7 +43,7 @@ class SampledOrder:
         if order is None:
             raise InputError(
                 f"{type(self._sampler).__name__} skips or repeats samples in epoch {epoch}. Expected each of the "
-                f"{self._num_samples} samples once. {_subset_advice(self._sampler)}",
+                f"{self._num_samples} samples once. {_SUBSET_ADVICE}",
             )
         return order
 
@@ -77,14 +76,11 @@ def _generators_of(sampler: Any) -> Iterator[torch.Generator]:
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
 
 
-def _subset_advice(sampler: Any) -> str:
-    """Return how to train the samples that a sampler chooses, and no others."""
-    if isinstance(sampler, SubsetRandomSampler):
-        return "Pass a loader of torch.utils.data.Subset(dataset, sampler.indices), without the sampler."
-    return (
-        "Draw the indices yourself, the same on all ranks, and pass a loader of torch.utils.data.Subset(dataset, "
-        "indices), without the sampler. Subset may repeat indices."
-    )
+_SUBSET_ADVICE = (
+    "Pass a loader of torch.utils.data.Subset(dataset, indices), without the sampler. Take a SubsetRandomSampler's "
+    "indices, or draw them yourself, the same on all ranks. Subset may repeat indices."
+)
+"""How to train the samples that a sampler chooses, and no others."""
 
 
 def is_shuffled(loader: Any) -> bool | None:
@@ -164,17 +160,12 @@ def parts_of(loader: Any, seed: int) -> LoaderParts:
             "__getitem__ and __len__, whose samples the plan can divide. plan.steps and ctx.steps take a loader "
             "of any other data set.",
         )
-    if loader.batch_sampler is None:
-        raise InputError(
-            "The training loader has batch_size=None, so its data set makes the batches. Expected a loader that makes "
-            "batches of samples. Give it any batch_size: the plan's batch size replaces it.",
-        )
     order = order_of(loader, seed)
     if order is None:
         sampler = _sampler_of(loader)
         raise InputError(
             f"The training loader has a {type(sampler).__name__}. Expected a sampler that yields every sample once per "
-            f"epoch, in an order that depends only on its seed. {_subset_advice(sampler)} In one process, plan.steps "
+            f"epoch, in an order that depends only on its seed. {_SUBSET_ADVICE} In one process, plan.steps "
             "also takes the loader, if its batches have the plan's size.",
         )
     drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
@@ -198,12 +189,6 @@ def loader_around(
         found: The fastest settings that were measured. They replace the DataLoader's.
         options: Arguments of a DataLoader from the user. They replace all others.
     """
-    taken = [name for name in ("batch_size", "sampler", "batch_sampler") if name in options]
-    if taken:
-        raise InputError(
-            f"{taken[0]}={options[taken[0]]!r} was passed to loader(). Expected none, because the plan makes the "
-            "batches. Leave that argument out. To train with a different batch size, tune with effective_batch_size=.",
-        )
     parts = LoaderParts(data, False, False, {})
     if isinstance(data, DataLoader):
         parts = parts_of(data, seed)

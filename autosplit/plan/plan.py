@@ -383,8 +383,7 @@ class Plan(PlanRecord):
         """
         from autosplit.parallel.batch_counts import warn_of_missing_count
         from autosplit.parallel.batch_sampler import ScheduledBatchSampler
-        from autosplit.parallel.effective_batch import compared
-        from autosplit.parallel.epoch_steps import Steps, steps
+        from autosplit.parallel.epoch_steps import Steps, compared, steps
         from autosplit.parallel.parts import cuts_of
 
         if self.accumulation_steps > 1:

@@ -255,19 +255,16 @@ class Prober:
         return lambda n: StepShape((tuple(n if place == index else 0 for place in places),), "rank", updates=False)
 
 
-def timed_sizes(
-    prober: Prober, index: int, ceiling: int, *, role: Role, budget_s: float, alone: bool = True
-) -> list[TimedSize]:
+def timed_sizes(prober: Prober, index: int, ceiling: int, *, role: Role, budget_s: float) -> list[TimedSize]:
     """Time a device at its ceiling, at the smallest batch (1 or 2), and at every power of two in between.
 
     A slow device next to fast ones may get 1% of its ceiling. Below its first point, a curve is constant. So a curve
     that began higher would make small batches look too slow, and the device would get almost no samples.
 
     Args:
-        role: ``"rank"``, ``"primary"``, or ``"replica"``. A replica without device 0 is timed without an optimizer.
+        role: ``"rank"``, ``"primary"``, or ``"replica"``. A replica is timed without device 0 and an optimizer, so
+            that neither copies nor the gather count.
         budget_s: Time in seconds for repeating each step.
-        alone: Time a replica without device 0, so that neither copies nor the gather count. Without device 0, the
-            replica needs more memory at once than its part of a step.
 
     Raises:
         OutOfMemoryError: No size could be run.
@@ -275,7 +272,7 @@ def timed_sizes(
     # A simulated step of one sample needs its own trace, but larger steps are extrapolated. Skip it for a large
     # ceiling.
     least = min(max(prober.least_batch, 2 if prober.worker.exact and ceiling >= _MANY else 1), ceiling)
-    apart = alone and role == "replica"
+    apart = role == "replica"
     shape_of = prober.forward_and_backward(index) if apart else prober.shapes(index, role, (), False)
     if prober.worker.exact:
         prober.prediction_holds(shape_of(ceiling))  # one trace instead of one for each size

@@ -33,7 +33,7 @@ from autosplit.runtime.timing import timed
 from autosplit.runtime.tracked_step import bucket_bytes, gradients_in, views_buckets, wrapper_for
 from autosplit.runtime.trainee import Trainee
 from autosplit.solve.memory import MemoryParts
-from autosplit.workload.tree import map_tensors, unmarked
+from autosplit.workload.tree import map_tensors
 from autosplit.workload.workload import Workload, modules_of
 
 T = TypeVar("T")
@@ -294,12 +294,8 @@ class AcceleratorWorker:
         buckets = None
         if alone and shape.num_ranks > 1:
             buckets = torch.empty(bucket_bytes(trainee), dtype=torch.uint8, device=alone)
-        if shape.compiled:  # a compiled step has no wrapper to move the batch to the device
-            models = trainee.compiled()
-            batches = [map_tensors(lambda tensor: tensor.to(home), unmarked(batch)) for batch in batches]
-        else:
-            gpus, split = (self._gpus, shape.splits[0]) if alone is None else ([alone], (sizes[0],))
-            models = trainee.wrapped(wrapper_for(trainee.workload, split, gpus))
+        gpus, split = (self._gpus, shape.splits[0]) if alone is None else ([alone], (sizes[0],))
+        models = trainee.wrapped(wrapper_for(trainee.workload, split, gpus))
 
         def run(mark: Callable[[str], None]) -> None:
             self.steps += 1

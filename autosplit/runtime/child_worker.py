@@ -39,9 +39,6 @@ CALL_LIMIT_S = 10.0
 ASKED_LIMIT_S = 30.0
 """Minimum time limit in seconds of a function that the child runs on its workload. It usually takes a few seconds."""
 
-COMPILED_LIMIT_S = 120.0
-"""Minimum time limit of a compiled step, with the compilation."""
-
 ALERT_LIMIT_S = 3.0
 """Minimum time limit of a call after another call has hung."""
 
@@ -195,7 +192,7 @@ class ChildWorker:
         began_s = time.monotonic()
         self.steps += 1
         try:
-            answer, more_steps = self._child.call("run", name, args, options, limit_s=self._limit_s(step))
+            answer, more_steps = self._child.call("run", name, args, options, limit_s=self._limit_s())
         except ChildLostError as lost:
             self._deadly[name, step, args] = cause = lost.cause
             self._hung += lost.hung
@@ -246,10 +243,10 @@ class ChildWorker:
             capacity_bytes=0 if index is None else self.capacities_bytes[index],
         )
 
-    def _limit_s(self, shape: StepShape) -> float:
+    def _limit_s(self) -> float:
         # A new process also starts CUDA and copies the model, so the short limit does not apply to its first call.
         is_alert = self._hung and not (self._is_new and is_accelerator(self.devices[0].kind))
-        least_s = COMPILED_LIMIT_S if shape.compiled else ALERT_LIMIT_S if is_alert else CALL_LIMIT_S
+        least_s = ALERT_LIMIT_S if is_alert else CALL_LIMIT_S
         least_s = max(least_s, SLOWER_BY * self._longest_s)
         if self._hung:
             return least_s

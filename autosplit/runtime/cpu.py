@@ -150,8 +150,6 @@ class CpuWorker:
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Run a step under the tracker and return each device's peak, in bytes."""
-        if shape.compiled:
-            return self._compiled(shape)
         assert self._few, "the optimizer has its state, and memory is steady"
         return self._tracked(shape)
 
@@ -175,14 +173,6 @@ class CpuWorker:
             finally:
                 for wrapper in models.modules:
                     wrapper.zero_grad(set_to_none=True)  # see run_placed
-
-    def _compiled(self, shape: StepShape) -> tuple[int, ...]:
-        """Run a compiled step. The tracker cannot track compiled code, so return no peaks."""
-        trainee, sizes = self.trainee, [sum(split) for split in shape.splits]
-        self.steps += 1
-        with preserved_rng():
-            trainee.step(trainee.compiled(), trainee.batches(sizes), sizes)
-        return ()
 
     def _tracked(self, shape: StepShape) -> tuple[int, ...]:
         places, short = _places(shape), _short(shape)

@@ -28,7 +28,6 @@ class StepShape:
         num_ranks: DDP processes in the job, for ``rank``. With more than one, DDP allocates gradient buckets.
         accumulates: Whether gradients of earlier micro-steps are in memory throughout the step.
         updates: Whether the optimizer runs and has state. A replica's step has no update.
-        compiled: Whether the first device runs the model that the user compiled. Only on real devices.
     """
 
     splits: tuple[tuple[int, ...], ...]
@@ -36,7 +35,6 @@ class StepShape:
     num_ranks: int = 1
     accumulates: bool = False
     updates: bool = True
-    compiled: bool = False
 
     def __post_init__(self) -> None:
         assert self.splits, "a step has at least one micro-step"

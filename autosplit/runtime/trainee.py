@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -19,7 +18,6 @@ from autosplit.errors import OWN_FOLDER, AutosplitError, WorkloadError, advise
 from autosplit.rng import ExtremeDraws
 from autosplit.torch_versions import scale_each
 from autosplit.workload.batch import resize
-from autosplit.workload.compiled import compiled_like, is_compiled
 from autosplit.workload.model_call import OutsideParameters, call_model, on_first_device, training_loss
 from autosplit.workload.models import Models, Several
 from autosplit.workload.tree import tensors_of
@@ -92,12 +90,6 @@ class Trainee:
     def wrapped(self, wrap: Callable[[nn.Module], nn.Module]) -> Models:
         """Return the models, each in a wrapper."""
         return self.models.map(wrap)
-
-    def compiled(self) -> Models:
-        """Return the models, compiled with the settings of the workload's own compiled model."""
-        given: Any = self.workload.model
-        is_one = isinstance(given, nn.Module) and is_compiled(given)
-        return self.models.map(partial(compiled_like, given)) if is_one else self.models
 
     def adopt_on(self, placement: Placement, *, with_state: bool = True) -> None:
         """Charge parameters, buffers and, with `with_state`, the optimizer state to the first device of a step."""

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from autosplit.ddp.device import exchange_device, gathered_objects
-from autosplit.ddp.rank_model import refuse_options
+from autosplit.ddp.rank_models import refuse_options
 from autosplit.ddp.sharded_tensors import holds_shards
 from autosplit.errors import InputError
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autosplit.addons import addon
-from autosplit.errors import one_line
 from autosplit.notes import Note
-from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.oom import DoesNotFitError
 from autosplit.plan.layout import Layout
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import with_devices, with_notes
@@ -183,22 +182,11 @@ def _assembled(
 
 def _with_compiled(run: Run, plan: Plan) -> Plan:
     is_compiled = any(map(has_compiled_parts, modules_of(run.workload)))
-    return with_notes(plan, last=[compiled_note(run, max(plan.split))]) if is_compiled else plan
+    return with_notes(plan, last=[compiled_note(run)]) if is_compiled else plan
 
 
-def compiled_note(run: Run, samples: int) -> Note:
-    """Return a note on torch.compile: the result of one compiled step, or published results for simulated GPUs."""
-    worker, devices = run.prober.worker, run.request.devices
-    if worker.exact:
+def compiled_note(run: Run) -> Note:
+    """Return a note on torch.compile, with published results for simulated GPUs."""
+    if run.prober.worker.exact:
         return Note("compiled", compiled_times_note(modules_of(run.workload)))
-    said = "The model is compiled, but memory and time are those of the uncompiled model"
-    run.report("running a compiled step")
-    try:
-        peaks = worker.peaks(StepShape(((samples, *(0 for _ in devices[1:])),), compiled=True))
-    except OutOfMemoryError as error:
-        return Note("compiled", f"{said}. A compiled step of {samples} samples does not fit: {error}")
-    except Exception as error:  # noqa: BLE001  # the compiler may raise anything
-        return Note("compiled", f"{said}. No compiled step ran ({one_line(error)}).")
-    held = f", and needs {peaks[0]} bytes." if peaks else ". Its memory can't be tracked on a CPU."
-    text = f"{said}. A compiled step of {samples} samples on {devices[0].label} ran{held}"
-    return Note("compiled", text)
+    return Note("compiled", "The model is compiled, but memory and time are those of the uncompiled model.")

@@ -145,8 +145,8 @@ class Limits:
         if least > region.largest_batch:
             raise DoesNotFitError(
                 f"{region.largest_batch} samples fit one forward, but effective_batch_size is at least {least}, and "
-                f"{why_single}. Lower effective_batch_size to at most {region.largest_batch}, or use a smaller "
-                "model or larger devices.",
+                f"{why_single}. Lower effective_batch_size to at most {region.largest_batch}, raise max_batch_size, or "
+                "use a smaller model or larger devices.",
             )
         return Space(region, sizes)
 

@@ -128,7 +128,7 @@ def _measured(
     else:
         found = (_rank_by_rank if request.strategy == "ddp" else _balanced)(run, asked)
         if any(map(has_compiled_parts, modules_of(run.workload))):
-            run.notes.append(compiled_note(run, max(asked.split)))
+            run.notes.append(compiled_note(run))
     defaulted = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
     text = PREDICTED_TEXT if request.simulated else PREDICTED_TEXT + ON_EVERY_RANK
     predicted = (Note("ddp-predicted", text),) if found.predicted else ()

@@ -153,7 +153,6 @@ class Peers:
     Attributes:
         parted: Whether every rank has read the last message, so each rank may leave.
         stopped: Whether an order has reported Ctrl-C to all ranks.
-        orders: Number of orders so far, equal on all ranks.
     """
 
     def __init__(self, rank: int, world_size: int, group: Any, interrupts: Interrupts, store: Any = None) -> None:
@@ -161,7 +160,6 @@ class Peers:
         self.rank = rank
         self.world_size = world_size
         self.interrupts = interrupts
-        self.orders = 0
         self._came = False
         self._group = group
         self._attempts = _Attempts(store)
@@ -177,7 +175,6 @@ class Peers:
 
     def ordered(self, order: Any) -> Any:
         """Return rank 0's order on every rank. Afterwards, `take_interrupt` returns the same on every rank."""
-        self.orders += 1
         messages = self.gathered((order, self.interrupts.came))
         self._came = any(came for _, came in messages)
         return messages[0][0]
@@ -222,11 +219,6 @@ class Peers:
         Return each rank's result, or the first out-of-memory failure, which is the same on all ranks. Other failures
         raise, as in `answers`.
         """
-        if self.world_size == 1:
-            try:
-                return [run()]
-            except OutOfMemoryError as error:
-                return replace(self.failure(error), message=one_line(error))
         messages, own = self._exchanged(run, cut)
         short = next((one.failure for one in messages if one.failure is not None and one.failure.lacks_memory), None)
         if short is not None:

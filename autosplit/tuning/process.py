@@ -223,7 +223,6 @@ class Processes:
 
     def __init__(self, own: Process) -> None:
         self.own, self.job, self._peers = own, own.job, own.peers
-        self._raised: list[tuple[BaseException, int]] = []
 
     def ask(self, function: Callable[..., T], *args: Any) -> list[T]:
         """Call a function in every process at the same time, and return the results in the order of the ranks.
@@ -241,11 +240,7 @@ class Processes:
         self._peers.ordered((function, args))
         if self._peers.take_interrupt():
             raise KeyboardInterrupt
-        try:
-            return self._peers.answers(partial(function, self.own, *args))
-        except Exception as error:
-            self._raised.append((error, self._peers.orders))
-            raise
+        return self._peers.answers(partial(function, self.own, *args))
 
     @property
     def all_stopped(self) -> bool:
@@ -305,9 +300,6 @@ class Processes:
 
     def end_for(self, error: BaseException) -> _End:
         """Return the message that ends the tuning on the other ranks after rank 0 raised an error."""
-        order = next((order for raised, order in self._raised if raised is error), None)
-        if order is not None:
-            return _End(order=order)
         is_ours = isinstance(error, (AutosplitError, KeyboardInterrupt)) and not isinstance(error, UserCodeError)
         return _End(error=encoded(error if is_ours else self._peers.failure(error).as_error()))
 
@@ -318,13 +310,11 @@ class _End:
 
     Attributes:
         value: The result, which every rank returns.
-        error: An encoded exception, which every rank raises.
-        order: Number of the order that failed. Each rank raises the error that the order raised on it.
+        error: An encoded exception. A rank raises it, unless the last order raised an error on this rank.
     """
 
     value: Any = None
     error: Any = None
-    order: int | None = None
 
 
 def drive(process: Process, run: Callable[[Processes], T]) -> T:
@@ -353,23 +343,22 @@ def _leave(peers: Peers, end: _End) -> None:
 def _serve(process: Process) -> Any:
     """Run rank 0's orders until rank 0 ends the tuning."""
     peers = process.peers
-    raised: dict[int, BaseException] = {}
+    raised: Exception | None = None
     while True:
         order = peers.ordered(None)
         if isinstance(order, _End):
             peers.part()
-            if order.order is not None:
-                raise raised[order.order]
             if order.error is not None:
-                raise decoded(*order.error)
+                raise raised or decoded(*order.error)
             return order.value
+        raised = None
         if peers.take_interrupt():
             continue  # rank 0 raises KeyboardInterrupt for all ranks
         function, args = order
         try:
             peers.answers(partial(function, process, *args))
         except Exception as error:  # noqa: BLE001  # rank 0 gets the failure, and ends the tuning or continues
-            raised[peers.orders] = error
+            raised = error
 
 
 def equal_on_all_ranks(described: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from autosplit.errors import InputError
 from autosplit.text import escaped, printable, rate_text
 
 _SHARES = {
@@ -162,11 +161,6 @@ def part_of(progress: Callable[[Progress], None], number: int, count: int, name:
 @contextlib.contextmanager
 def progress_listener(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[Progress], None] | None]:
     """Yield the function that shows the progress: `progress`, a bar in a notebook, a line on a terminal, or None."""
-    if progress is not None and not callable(progress):
-        raise InputError(
-            f"progress is {progress!r}. Expected a function that takes a Progress. Pass a function, or leave progress "
-            "out.",
-        )
     listener = progress or notebook_bar()
     is_terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
     if (

@@ -17,11 +17,11 @@ from torch import distributed as dist
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.device import backend_for, card_of
 from autosplit.ddp.failure import HEAD_START_S, recorded
-from autosplit.ddp.rendezvous import Place, explain_loopback, meeting_place, place_here, store_of_group
+from autosplit.ddp.rendezvous import Place, meeting_place, place_here, store_of_group
 from autosplit.devices.accelerator import with_free_memory
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
-from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, is_broken_off, one_line
+from autosplit.errors import AutosplitError, DeviceError, RankFailedError, is_broken_off, one_line
 from autosplit.launcher import end_with_launcher
 from autosplit.probe.request import Request
 from autosplit.profiles.key import machine_of
@@ -161,15 +161,8 @@ def _talking(place: Place) -> Iterator[Peers]:
 
 
 def _met(place: Place) -> tuple[Any, Any]:
-    try:
-        store = meeting_place(place)
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
-    except RuntimeError as error:
-        explain_loopback(error, place)
-        raise InputError(
-            f"Rank {place.rank} of {place.world_size} can't connect to the others ({one_line(error)}). Expected all "
-            "of them to call autosplit.tune. Call it on every rank, with the same arguments."
-        ) from error
+    store = meeting_place(place)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
     return dist.group.WORLD, store
 
 

@@ -163,15 +163,6 @@ class Search:
 
     def _nothing_fits(self) -> DoesNotFitError:
         failure = str(self.trials[-1].failure).rstrip(".") if self.trials else "there was no configuration to try"
-        least, sizes = self._least_share, self._run.request.effective_batch_sizes
-        refused = not any(self._can_train(self.solver.splits_of(configuration_of(trial))) for trial in self.trials)
-        if least > 1 and self.trials and refused:
-            return DoesNotFitError(
-                f"autosplit can't cut an optimizer step of {0 if sizes is None else sizes[1]} samples into "
-                f"forwards of at most {self._run.prober.max_batch_size}. Each device must get 0 or at least {least} "
-                "samples, because BatchNorm needs that many. Pass a different effective_batch_size, or raise "
-                "max_batch_size.",
-            )
         return DoesNotFitError(
             f"None of {len(self.trials)} configurations ran. The last failure: {failure}. Pass another "
             "effective_batch_size, or use a smaller model, a lower precision or larger devices."

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autosplit.errors import WorkloadError, one_line
+from autosplit.errors import one_line
 from autosplit.notes import Note
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.layout import DdpOptions, Layout
@@ -22,7 +22,6 @@ from autosplit.solve.trial import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE
 from autosplit.tuning.assemble import solved_ranks
 from autosplit.tuning.limits import Limits
 from autosplit.tuning.run import POINT_BUDGET_S, TRIAL_BUDGET_S, Run, Survey
-from autosplit.workload.workload import why_single
 
 EXACT_PATIENCE = 1
 """`proposals.PATIENCE` for exact times. Then the solver's result and its neighbours are enough."""
@@ -72,13 +71,6 @@ def survey_alone(run: Run) -> Survey:
 
 
 def _begin(run: Run) -> None:
-    least, most = run.request.least_effective, run.request.max_batch_size
-    reason = why_single(run.workload)
-    if most is not None and most < least and reason is not None:
-        raise WorkloadError(
-            f"max_batch_size is {most} and effective_batch_size at least {least}, and {reason}. One forward "
-            f"must run all samples. Raise max_batch_size to {least}, or lower effective_batch_size.",
-        )
     largest = run.prober.facts.largest_batch
     if largest is not None and largest < run.request.largest_batch:
         run.prober.max_batch_size = largest
@@ -115,21 +107,12 @@ def _timed_sizes(run: Run, limits: Limits, index: int, rank: Ceiling) -> list[Ti
         role, ceiling = own.role, own.batch_size
     if ceiling == 0:
         return [UNTIMED]  # This device gets no samples, so its time is not used.
-    label = run.request.devices[index].label
-    for alone in (True, False) if role == "replica" else (True,):
-        try:
-            timed = timed_sizes(run.prober, index, ceiling, role=role, budget_s=POINT_BUDGET_S, alone=alone)
-        except OutOfMemoryError as error:
-            why = str(error)
-            continue
-        if not alone:
-            text = (
-                f"{label} fits too few samples to be timed alone, so autosplit took its time from steps of all devices."
-            )
-            run.notes.append(Note("not-timed-alone", text))
-        return timed
-    run.notes.append(Note("not-timed", f"autosplit could not time {label}, and assumes that it is slow: {why}"))
-    return [UNTIMED]
+    try:
+        return timed_sizes(run.prober, index, ceiling, role=role, budget_s=POINT_BUDGET_S)
+    except OutOfMemoryError as error:  # without the others, a replica may need more memory than in the step
+        label = run.request.devices[index].label
+        run.notes.append(Note("not-timed", f"autosplit could not time {label}, and assumes that it is slow: {error}"))
+        return [UNTIMED]
 
 
 # Times of steps of several devices

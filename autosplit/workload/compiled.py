@@ -95,16 +95,6 @@ def with_eager_parts(module: nn.Module) -> nn.Module:
     return module
 
 
-def compiled_like(original: nn.Module, module: nn.Module) -> nn.Module:
-    """Compile a module with the options of another compiled module."""
-    if not isinstance(_eager(original), nn.Module):
-        module.compile()
-        return module
-    optimized: Any = type(original)
-    compiled: nn.Module = optimized(module, vars(original)["dynamo_ctx"])
-    return compiled
-
-
 def compiled_times_note(modules: Iterable[nn.Module]) -> str:
     """Return sentences on the predicted time and memory of a compiled model on simulated GPUs."""
     kind = "CNN" if _is_convolutional(list(modules)) else "transformer"

@@ -177,11 +177,8 @@ class TestOneProcess:
             dist.destroy_process_group()
 
     def test_options_that_this_ddp_does_not_have_are_named(self) -> None:
-        with ddp.setup(make_plan((4,))) as ctx:
-            with raises(InputError, "not_an_option"):
-                ctx.wrap(make_model(), not_an_option=1)
-            with raises(InputError, "cpu"):
-                ctx.wrap(make_model(), sync_batchnorm=True)
+        with ddp.setup(make_plan((4,))) as ctx, raises(InputError, "not_an_option"):
+            ctx.wrap(make_model(), not_an_option=1)
 
     @pytest.mark.parametrize(
         ("sizes", "rank", "track", "warned"),

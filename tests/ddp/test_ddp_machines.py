@@ -20,7 +20,6 @@ import pytest
 import torch
 from ddp_jobs import make_plan
 from distant_training import BATCH_SIZES, EFFECTIVE_BATCH_SIZE, EPOCHS, NUM_SAMPLES, SAVED_EVERY
-from events import until
 from machines import Machine, Machines, missing
 from marks import for_release
 
@@ -231,22 +230,6 @@ def as_debian_installs_them(tmp_path: Path) -> Iterator[Machines]:
         pytest.skip(reason)
     with Machines(tmp_path, own_name_is_loopback=True) as both:
         yield both
-
-
-def test_a_name_that_means_loopback_is_explained(as_debian_installs_them):
-    """The connecting rank reports it. gloo decides by address which rank connects, and the other rank waits."""
-    machines = as_debian_installs_them
-    agents = start_both(machines, "static")
-    text = "received the loopback address 127.0.1.1 as the address of another rank"
-
-    def explained() -> list[int]:
-        both = enumerate((machines.a, machines.b))
-        said_by = [(rank, f"Rank {rank} of 2, on {one.name}, {text}", one.log.read_text("utf-8")) for rank, one in both]
-        return [rank for rank, expected, log in said_by if expected in log]
-
-    until(lambda: explained() or all(agent.poll() is not None for agent in agents), LIMIT_S)
-    assert explained(), said(machines)
-    assert agents[explained()[0]].wait(LIMIT_S) == 1
 
 
 def test_naming_the_interface_helps(as_debian_installs_them):

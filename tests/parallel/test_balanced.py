@@ -17,7 +17,6 @@ from balanced_models import (
     SPLITS,
     TOLERANCE,
     Echo,
-    Returns,
     Sparse,
     assert_same_gradients,
     inputs_of,
@@ -30,7 +29,7 @@ from raised import raises
 from torch import Tensor, nn
 
 import autosplit
-from autosplit.errors import DeviceError, InputError, WorkloadError
+from autosplit.errors import DeviceError, InputError
 from autosplit.oom import OutOfMemoryError
 from autosplit.parallel.balanced import AmbiguousBatchWarning, BalancedDataParallel, data_parallel
 from autosplit.parallel.persistent_replicas import PersistentReplicas
@@ -316,11 +315,6 @@ class TestCalls:
         with run(), pytest.raises(RuntimeError, match="must match") as caught:
             wrap(Positions(5, 2), 2, 4)(torch.randn(6, 6, 5), torch.randn(6, 5))
         assert "inputs[1] of shape (6, 5) holds no samples" in caught.value.autosplit_advice
-
-    def test_outputs_without_the_batch_dimension(self):
-        """torch.cat's IndexError named neither the output nor the dimension."""
-        with raises(WorkloadError, "(5,)", "1"):
-            wrap(Returns(lambda x: x.sum((1, 2))), 1, 3, dim=1)(torch.zeros(5, 4, 2))
 
     def test_data_parallel_function(self):
         module, inputs = MODELS["mlp"][0](), torch.randn(8, 5)

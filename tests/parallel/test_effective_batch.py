@@ -8,7 +8,7 @@ import pytest
 import torch
 from ddp_jobs import make_plan
 
-from autosplit.parallel.effective_batch import EffectiveBatchWarning
+from autosplit.parallel.epoch_steps import EffectiveBatchWarning
 
 
 def batches(*sizes: int) -> list[torch.Tensor]:

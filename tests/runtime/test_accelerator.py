@@ -386,12 +386,6 @@ class TestOneDevice:
         with running("emu:0", workload) as worker:
             assert worker.peaks(shape)[0] == pytest.approx(on_cpu.predicted(shape)[0].total_bytes, rel=0.02)
 
-    def test_a_compiled_step_has_its_batch_on_the_device(self, monkeypatch):
-        """It ran without the wrapper that moves the batch. Every plan reported "no step could be run"."""
-        with running(f"{KIND}:0", small()) as worker:
-            monkeypatch.setattr("autosplit.runtime.trainee.Trainee.compiled", lambda trainee: trainee.models)
-            assert worker.peaks(StepShape(((8,),), compiled=True))[0] > 0
-
     @pytest.mark.parametrize("precision", ["fp16", "bf16"])
     def test_half_precision_has_the_optimizers_state(self, precision):
         workload = small(precision=precision)

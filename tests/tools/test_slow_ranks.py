@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from autosplit import ddp
 from autosplit.accelerators import backend
-from autosplit.errors import InputError, SlowRankWarning
+from autosplit.errors import SlowRankWarning
 from autosplit.solve.step_time import Cost, StepTime, TimeCurve
 from autosplit.tools import slow_ranks
 
@@ -154,12 +154,6 @@ def test_a_planned_wait_is_no_complaint():
     plan = make_plan((4, 4), 8, cost=fitted(slow, fast))
     assert slow_ranks._complaint(plan, 8, [4.0, 2.0], [0.0, 0.0], 4.0) is None
     assert "The plan expected 4,000 ms for rank 0" in slow_ranks._complaint(plan, 8, [9.0, 2.0], [0.0, 0.0], 9.0)
-
-
-def test_the_removed_option_names_what_to_do():
-    ctx = ddp.Context(make_plan((4, 4), 8), 0, torch.device("cpu"))
-    with pytest.raises(InputError, match="SlowRankWarning"):
-        ctx.steps([torch.zeros(4)], rebalance="auto")
 
 
 class BrokenStore:

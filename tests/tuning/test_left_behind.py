@@ -475,7 +475,7 @@ class Trap:
             raise self._kind("on purpose")
 
     def watch(self, progress: Progress) -> None:
-        self.stage = "compiled" if "compiled" in progress.message else progress.stage
+        self.stage = progress.stage
         self.spring("progress")
 
     def __deepcopy__(self, memo: Any) -> Trap:
@@ -549,8 +549,6 @@ class Case:
     def __init__(self, kind: str) -> None:
         self.trap = Trap(borrowed=kind == "borrowed")
         model: Any = Trapped(self.trap)
-        if kind == "compiled":
-            model = torch.compile(model, backend="eager")
         workload = Workload(model, net_batch(), loss_fn=self.trap.loss, make_batch=self.trap.batch)
         self.live = Live(workload, functools.partial(TrappedAdamW, trap=self.trap))
         self.trap.disarm()
@@ -626,7 +624,6 @@ TUNED = {
 """Further phases of a tuning."""
 
 ERRORS = (ZeroDivisionError, KeyboardInterrupt)
-COMPILED_STEP = [("compiled", ZeroDivisionError, None), ("compiled", KeyboardInterrupt, TuningInterrupted)]
 BUDGETED, SIMULATED = "cpu:64KiB,cpu:48KiB", "sim:2xRTX3090@64KiB"
 
 
@@ -726,25 +723,6 @@ def test_disturbed_tunings(kind, phase, error, devices, books):
 @pytest.mark.parametrize("phase", TRACED.values(), ids=TRACED)
 def test_disturbed_traces(phase, error, books):
     check_phase("copied", phase, error, SIMULATED, books)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor:UserWarning"
-)  # torch's compiler looks at all of them
-@pytest.mark.parametrize(("stage", "error", "ends"), [("", ZeroDivisionError, None), *COMPILED_STEP])
-def test_a_compiled_models_tuning(stage, error, ends, books):
-    """An error of the one compiled step becomes a note. Ctrl-C in it ends the tuning as usual."""
-    case = Case("compiled")
-    assert outcome(lambda: case.plan("cpu:64KiB")) is None
-    assert sum(event.stage == "compiled" for event in case.trap.events) > 1
-    case.live.watch.check()
-    case.trap.disarm()
-    if stage:
-        case.trap.arm(Phase("loss", stage=stage), 1, error)
-    assert outcome(lambda: case.plan("cpu:64KiB")) is ends
-    case.live.watch.check()
-    check_books(books)
 
 
 @pytest.mark.parametrize("kind", ["copied", slow("borrowed")])
