@@ -24,7 +24,8 @@ import torch
 from answer import of_this_run
 from kernel_tracing import build_stub, stubbed_environment
 
-from autosplit.sim.caching_allocator import MIB, AllocationError, AllocatorSettings, CachingAllocator
+from autosplit.sim.allocator_settings import MIB, AllocatorSettings
+from autosplit.sim.caching_allocator import AllocationError, CachingAllocator
 
 RESULTS = Path(__file__).parent / "results" / "allocator.json"
 OPERATIONS = 400

@@ -23,7 +23,7 @@ from published_reserved import SHARE, summary
 from autosplit.devices.catalog import find_card
 from autosplit.runtime.protocol import StepShape
 from autosplit.sim.affine_traces import AffineTraces
-from autosplit.sim.caching_allocator import MIB, AllocatorSettings
+from autosplit.sim.allocator_settings import MIB, AllocatorSettings
 from autosplit.sim.gpu_kernels import GpuKernels
 from autosplit.sim.reserved_memory import reserved_bytes
 from autosplit.sim.tracer import Tracer

@@ -46,7 +46,7 @@ from autosplit.devices.catalog import find_card
 from autosplit.devices.spec import parse_devices
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.trainee import Trainee
-from autosplit.sim.caching_allocator import AllocatorSettings
+from autosplit.sim.allocator_settings import AllocatorSettings
 from autosplit.sim.fake_copy import built_without_memory, fake_mode
 from autosplit.sim.gpu_kernels import GpuKernels
 from autosplit.sim.op_cost import OpCost

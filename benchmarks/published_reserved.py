@@ -34,7 +34,7 @@ from reserved_models import Row, workload
 from autosplit.devices.catalog import find_card
 from autosplit.devices.spec import parse_devices
 from autosplit.runtime.protocol import StepShape
-from autosplit.sim.caching_allocator import AllocatorSettings
+from autosplit.sim.allocator_settings import AllocatorSettings
 from autosplit.sim.gpu_kernels import GpuKernels
 from autosplit.sim.replay import source_of, tracers_of
 from autosplit.sim.tracer import Tracer

@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autosplit.sim.caching_allocator import AllocationError, AllocatorSettings, Block, CachingAllocator
+from autosplit.sim.allocator_settings import AllocatorSettings
+from autosplit.sim.caching_allocator import AllocationError, Block, CachingAllocator
 
 MIB = 2**20
 Event = tuple[str, Any, int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autosplit.runtime.protocol import StepShape
-from autosplit.sim.caching_allocator import AllocatorSettings
+from autosplit.sim.allocator_settings import AllocatorSettings
 from autosplit.sim.replay import Traces, source_of, tracers_of
 from autosplit.sim.simulated import NOTHING
 from autosplit.solve.memory import MemoryParts

@@ -160,6 +160,11 @@ def parts_of(loader: Any, seed: int) -> LoaderParts:
             "__getitem__ and __len__, whose samples the plan can divide. plan.steps and ctx.steps take a loader "
             "of any other data set.",
         )
+    if loader.batch_sampler is None:  # the plan would take each batch for a sample
+        raise InputError(
+            "The training loader has batch_size=None, so its data set makes the batches. Expected a loader that makes "
+            "batches of samples. Give it any batch_size: the plan's batch size replaces it.",
+        )
     order = order_of(loader, seed)
     if order is None:
         sampler = _sampler_of(loader)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+"""Environment variables of torch's allocator for GPUs. They change how much memory a step reserves."""
+
 
 def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
     """Describe the kind of machine that a plan is for. Machines with equal devices have equal descriptions.
@@ -30,7 +33,8 @@ def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
     Free memory, UUIDs and drivers are compared later, when a saved plan is found.
 
     Returns:
-        Plain JSON values: ``devices`` (runs of equal devices, with ``count``), ``torch``, ``cuda``, ``autosplit``.
+        Plain JSON values: ``devices`` (runs of equal devices, with ``count``), ``torch``, ``cuda``, ``autosplit``. If
+        the settings of the allocator for GPUs are not the default, they are ``allocator``.
     """
     from importlib.metadata import PackageNotFoundError, version
 
@@ -42,7 +46,10 @@ def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
         own = version("autosplit")
     except PackageNotFoundError:  # a checkout without installation
         own = "not installed"
-    return {"devices": runs, "torch": str(torch.__version__), "cuda": torch.version.cuda, "autosplit": own}
+    found = {"devices": runs, "torch": str(torch.__version__), "cuda": torch.version.cuda, "autosplit": own}
+    settings = {name: os.environ[name] for name in _ALLOCATOR_VARIABLES if os.environ.get(name)}
+    has_gpus = any(device.kind != "cpu" for device in devices)
+    return {**found, "allocator": settings} if settings and has_gpus else found
 
 
 def _kind_of(device: Device) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from autosplit.runtime.memory_tracker import rounded
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracked_step import bucket_bytes, views_buckets
 from autosplit.sim.affine_traces import AffineTraces
-from autosplit.sim.caching_allocator import AllocatorSettings
+from autosplit.sim.allocator_settings import AllocatorSettings
 from autosplit.sim.clocks import Clocks
 from autosplit.sim.fake_trainee import FakeTrainee
 from autosplit.sim.gpu_kernels import GpuKernels

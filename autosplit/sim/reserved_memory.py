@@ -14,7 +14,8 @@ from itertools import compress
 import numpy as np
 
 from autosplit.runtime.memory_tracker import BLOCK_BYTES
-from autosplit.sim.caching_allocator import AllocationError, AllocatorSettings, Block, CachingAllocator
+from autosplit.sim.allocator_settings import AllocatorSettings
+from autosplit.sim.caching_allocator import AllocationError, Block, CachingAllocator
 from autosplit.sim.kernel_time import Numbers
 from autosplit.sim.trace_tracker import BoundedEntry, Stage
 

@@ -23,7 +23,7 @@ from autosplit.runtime.protocol import Facts, Measurement, StepShape
 from autosplit.runtime.small_steps import checkpointed_names
 from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.sim.affine_traces import AffineTraces
-from autosplit.sim.caching_allocator import AllocatorSettings
+from autosplit.sim.allocator_settings import AllocatorSettings
 from autosplit.sim.clocks import Clocks
 from autosplit.sim.op_cost import Work
 from autosplit.sim.replay import ComposedStep, Traces, WholeStep, active, source_of, tracers_of

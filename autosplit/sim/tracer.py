@@ -28,8 +28,8 @@ from autosplit.runtime.memory_tracker import Kind
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracked_step import bucket_bytes, run_placed, run_until_settled
 from autosplit.runtime.trainee import Trainee
+from autosplit.sim.allocator_settings import AllocatorSettings
 from autosplit.sim.attention import AttentionCall, Backend, chosen_backend
-from autosplit.sim.caching_allocator import AllocatorSettings
 from autosplit.sim.cuda_functions import CudaFunctions
 from autosplit.sim.data_dependent import DataDependent, needs_values
 from autosplit.sim.fake_copy import fake_mode, masks_of_real_tensors, mode_of

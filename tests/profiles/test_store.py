@@ -111,6 +111,14 @@ class TestMachine:
         assert some["devices"] == [{"kind": "cuda", "name": "NVIDIA A100", "memory_gib": 40, "count": 2}]
         assert some != machine_of([gpu(80 * GIB), gpu(80 * GIB, 1)])
 
+    def test_settings_of_the_allocator_are_in_it(self, monkeypatch):
+        """A plan for `sim:` was found again after `expandable_segments` had changed what fits."""
+        gpus, cpus = parse_devices("sim:2xL4"), parse_devices("cpu:1GiB")
+        before, unchanged = machine_of(gpus), machine_of(cpus)
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        assert machine_of(gpus) == {**before, "allocator": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
+        assert machine_of(cpus) == unchanged
+
     def test_memory_that_others_use_is_not_in_it(self, monkeypatch):
         @dataclass
         class Properties:

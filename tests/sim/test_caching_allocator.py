@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autosplit.accelerators import backend
-from autosplit.sim.caching_allocator import MIB, AllocationError, AllocatorSettings, Block, CachingAllocator
+from autosplit.sim.allocator_settings import MIB, AllocatorSettings
+from autosplit.sim.caching_allocator import AllocationError, Block, CachingAllocator
 
 KINDS = (
     "",

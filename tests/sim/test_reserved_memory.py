@@ -19,7 +19,7 @@ from autosplit.devices.spec import parse_devices
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.protocol import StepShape
 from autosplit.sim.affine_traces import AffineTraces
-from autosplit.sim.caching_allocator import MIB, AllocatorSettings
+from autosplit.sim.allocator_settings import MIB, AllocatorSettings
 from autosplit.sim.gpu_kernels import GpuKernels
 from autosplit.sim.reserved_memory import block_bytes, reserved_bytes
 from autosplit.sim.simulated import SimulatedWorker
