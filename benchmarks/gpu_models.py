@@ -314,7 +314,8 @@ def predicted(setting: Setting, gpu: str) -> dict[str, Any]:
         return {"error": str(error)}
     return {
         "samples": [small, large],
-        "peak_bytes": [step.peak_bytes[0] for step in steps],
+        "peak_bytes": [step.peak_bytes[0] - step.memory[0].untraced_bytes for step in steps],
+        "reserved_bytes": [step.peak_bytes[0] for step in steps],
         "step_s": steps[1].step_s,
         "notes": [str(note) for step in steps for note in step.notes],
     }

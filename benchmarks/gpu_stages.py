@@ -278,7 +278,7 @@ def _step(setting: Setting, predicted: dict[str, Any] | None, small: bool) -> tu
     step = worker.measure(StepShape(((sizes[1],),)), budget_s=0.5)
     worker.close()
     allocated, reserved = ([getattr(one, name)[0] for one in held] for name in ("allocated_bytes", "reserved_bytes"))
-    loop_s, loop_bytes = _plain_loop(workload, sizes[1])
+    loop_s, loop_bytes, loop_reserved_bytes = _plain_loop(workload, sizes[1])
     figures: dict[str, Any] = {
         "samples": sizes,
         "measured_s": step.seconds,
@@ -288,6 +288,7 @@ def _step(setting: Setting, predicted: dict[str, Any] | None, small: bool) -> tu
         "allocated_mib": [round(size / MIB, 1) for size in allocated],
         "reserved_mib": [round(size / MIB, 1) for size in reserved],
         "loop_mib": round(loop_bytes / MIB, 1),
+        "loop_reserved_mib": round(loop_reserved_bytes / MIB, 1),
     }
     if predicted is None or "error" in predicted:
         return (None if predicted is None else False), {**figures, **(predicted or {})}
@@ -298,6 +299,7 @@ def _step(setting: Setting, predicted: dict[str, Any] | None, small: bool) -> tu
         "predicted_mib": [round(size / MIB, 1) for size in peaks],
         "predicted_s": predicted["step_s"],
         "memory predicted/measured": [round(ratio, 3) for ratio in memory],
+        "reserved predicted/loop": round(predicted["reserved_bytes"][1] / loop_reserved_bytes, 3),
         "bytes per sample predicted/measured": round(slope, 3),
         "time predicted/measured": round(predicted["step_s"] / step.seconds, 3),
         "time predicted/loop": round(predicted["step_s"] / loop_s, 3),
@@ -307,8 +309,8 @@ def _step(setting: Setting, predicted: dict[str, Any] | None, small: bool) -> tu
     ), figures
 
 
-def _plain_loop(workload: Workload, size: int) -> tuple[float, int]:
-    """Return the seconds of a step of a plain loop with pinned memory, and the most that it allocates."""
+def _plain_loop(workload: Workload, size: int) -> tuple[float, int, int]:
+    """Return the seconds of a step of a plain loop with pinned memory, and the most that it allocates and reserves."""
     pins = (lambda tensor: tensor.pin_memory()) if KIND == "cuda" else (lambda tensor: tensor)
     host = map_tensors(pins, unmarked(resize(workload.sample_batch, size, 0)))
     step = _training_step(workload)
@@ -316,12 +318,13 @@ def _plain_loop(workload: Workload, size: int) -> tuple[float, int]:
     def once() -> None:
         step(map_tensors(lambda tensor: tensor.to(DEVICE, non_blocking=True), host))
 
+    CUDA.empty_cache()
     for _ in range(3):
         once()
     CUDA.synchronize(DEVICE)
     CUDA.reset_peak_memory_stats(DEVICE)
     seconds = _seconds_of(once)
-    return seconds, int(CUDA.max_memory_allocated(DEVICE))
+    return seconds, int(CUDA.max_memory_allocated(DEVICE)), int(CUDA.max_memory_reserved(DEVICE))
 
 
 def _seconds_of(once: Callable[[], None]) -> float:

@@ -254,6 +254,7 @@ class _Kept:
     """The traces of one row. The cache keeps traces of one GPU only."""
 
     fake = True
+    scales_loss = False  # no benchmark of the table has a gradient scaler
 
     def __init__(self, row: Row, cache: Path | None) -> None:
         self._row, self._cache = row, cache

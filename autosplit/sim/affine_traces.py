@@ -75,6 +75,7 @@ class AffineTraces:
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
         self.fake = tracer.fake
+        self.scales_loss = tracer.scales_loss
         self.accumulation_costs = tracer.accumulation_costs
         self.zeroing_costs = tracer.zeroing_costs
         self._shared = _Shared()

@@ -108,6 +108,10 @@ class Clocks:
     def _wait(self, device: int) -> None:
         self.now_s[device] = max(self.now_s[device], self._arrived_s[device])
 
+    def await_device(self, device: int) -> None:
+        """Make the host wait until a GPU is idle, as `.item()` does."""
+        self._host_s[device] = max(self._host_s[device], self.now_s[device])
+
     def meet(self) -> float:
         """Make all devices wait for the slowest, and return the time at which it is done."""
         end_s = max(*self.now_s, *self._arrived_s)

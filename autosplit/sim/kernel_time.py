@@ -27,8 +27,12 @@ Numbers = npt.NDArray[np.float64]
 
 Codes = npt.NDArray[np.int64]
 
-Part = Literal["forward", "backward", "update", "none"]
-"""The part of a step that starts a kernel. ``none`` means that the host spends no time on the kernel."""
+Part = Literal["forward", "backward", "recomputed", "update", "none"]
+"""The part of a step that starts a kernel.
+
+``recomputed`` is a forward that checkpointing runs again inside the backward. ``none`` means that the host spends no
+time on the kernel.
+"""
 
 _PARTS: tuple[Part, ...] = get_args(Part)
 _RATES = ("float32", "float64", "float16", "bfloat16", "tf32")
@@ -63,12 +67,16 @@ class HostRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             half of that. A launch-bound T5-base takes 0.10 s per step on an RTX 3090
             (github.com/huggingface/transformers, issue 14608), with 1,100 forward ops, 1,500 backward ops and 2,500
             optimizer ops.
+        recomputed: For an op of a checkpointed forward. It includes the hooks of torch.utils.checkpoint for each saved
+            tensor, in both forwards, and the copies of random states. Fitted to one GPT on an H200
+            (benchmarks/results/gpu). The same GPT on an H100 was not used.
         tensor: For each tensor of an optimizer op over a list of tensors.
         replicated: For each parameter of each replica.
     """
 
     forward: float
     backward: float
+    recomputed: float
     update: float
     tensor: float
     replicated: float
@@ -222,6 +230,6 @@ def host_seconds(
         fused_share: See `kernel_seconds`.
     """
     host = (rates or kernel_rates()).host
-    times = np.array([host.forward * replicas, host.backward, host.update, 0.0])[codes[2]]
+    times = np.array([host.forward * replicas, host.backward, host.recomputed * replicas, host.update, 0.0])[codes[2]]
     tensors = np.where(codes[2] == _PARTS.index("update"), numbers[2], 0.0)
     return np.asarray(spec.launch_s * (times + host.tensor * tensors)) * _fusion(codes, fused_share)

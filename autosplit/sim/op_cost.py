@@ -198,13 +198,10 @@ def is_free(func: Any) -> bool:
 
 
 def running_part() -> Part:
-    """Return the part of the step that runs: the backward in autograd's ops, otherwise the forward.
-
-    Checkpointing runs the model again inside the backward, with gradients enabled. These ops count as forward, because
-    they take as much host time as in the forward.
-    """
-    is_model = torch._C._current_graph_task_id() < 0 or torch.is_grad_enabled()
-    return "forward" if is_model else "backward"
+    """Return the part of the step that runs. Checkpointing runs the model inside the backward, with gradients."""
+    if torch._C._current_graph_task_id() < 0:
+        return "forward"
+    return "recomputed" if torch.is_grad_enabled() else "backward"
 
 
 def op_cost(

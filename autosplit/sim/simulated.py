@@ -150,6 +150,17 @@ class SimulatedWorker:
             self._refuse_overflow(peaks, shape)
         replicas = 1 if shape.alone else len(active(shape.splits[0]))
         clocks = Clocks(self._specs, self.free, replicas, self.fused_share)
+        _, begin_s = self._played(source, shape, clocks)
+        busy_s = tuple(clocks.busy_s)
+        update_s, end_s = self._played(source, shape, clocks)
+        return Measurement(end_s - begin_s, 0.0, peaks, busy_s, update_s)
+
+    def _played(self, source: WholeStep | ComposedStep, shape: StepShape, clocks: Clocks) -> tuple[float, float]:
+        """Play one optimizer step. Return the time of its update, and the time at which it is done.
+
+        In a training loop, the host launches the next step while the GPU still runs this one. So a second step on the
+        same clocks takes the time of each later step.
+        """
         source.play(clocks, shape.splits[0], "first")
         if len(shape.splits) > 1:
             self._begin_gradients(clocks, shape)
@@ -158,9 +169,11 @@ class SimulatedWorker:
         source.play(clocks, shape.splits[0], "reduce")
         before_s = clocks.meet()
         if shape.updates:
+            if self.tracer.scales_loss:
+                clocks.await_device(0)
             source.play(clocks, shape.splits[0], "update")
-        seconds = clocks.meet()
-        return Measurement(seconds, 0.0, peaks, tuple(clocks.busy_s), seconds - before_s)
+        end_s = clocks.meet()
+        return end_s - before_s, end_s
 
     def _begin_gradients(self, clocks: Clocks, shape: StepShape) -> None:
         """Correct the first micro-step. Its trace adds to earlier gradients, which do not exist yet."""

@@ -239,7 +239,8 @@ class TraceTracker(Tracker):
         if kernels is None or device < 0 or func not in WITH_INNER_MEMORY:
             return
         for library, nbytes in workspaces(func, args, kernels).items():
-            self._keep_workspace((device, library, running_part()), nbytes)
+            thread = "forward" if running_part() == "forward" else "backward"
+            self._keep_workspace((device, library, thread), nbytes)
         charged: list[tuple[Place, int, int]] = []
         try:
             for block in temporary_blocks(func, args, outputs, kernels):
@@ -255,7 +256,7 @@ class TraceTracker(Tracker):
         """Charge a library's workspace to a device for the whole step, because only a process's first step lacks it.
 
         Args:
-            key: The device, the library and the part of the step: autograd's thread has a separate workspace.
+            key: The device, the library and the thread: autograd's thread has a separate workspace.
         """
         if key in self._workspaces or not nbytes:
             return

@@ -322,6 +322,11 @@ class Tracer:
             self._accumulation = [OpCost(0, 3 * each, "float32", part="backward") for each in nbytes]
             self._leaves_unused = any(grad is None and p.requires_grad for p, grad in grads)
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether a gradient scaler multiplies the loss. Before each update, it waits for the device."""
+        return self.workload.precision == "fp16"
+
     def accumulation_costs(self) -> list[OpCost]:
         """Return the cost of adding a micro-step's gradients to earlier gradients: one op per parameter."""
         return self._accumulation
