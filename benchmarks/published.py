@@ -342,7 +342,7 @@ def gains(known: list[Row], cache: Path | None, most: int) -> dict[str, dict[str
     return {name: summary(found) for name, found in sorted(ratios.items())}
 
 
-def brackets(known: list[Row], cache: Path | None) -> dict[str, float]:
+def brackets(known: list[Row], cache: Path | None) -> dict[str, Any]:
     """Return how often the largest batch is between the largest successful batch and the next failed batch."""
     settings = AllocatorSettings()
     inside = above = count = 0
@@ -352,7 +352,8 @@ def brackets(known: list[Row], cache: Path | None) -> dict[str, float]:
                 found = (trace(row, batch, cache) for batch in (row.batch, row.failed))
                 fits, fails = (one.reserved_bytes(0, settings, USABLE_BYTES) <= USABLE_BYTES for one in found)
                 count, inside, above = count + 1, inside + (fits and not fails), above + fails
-    return {"models": count, "inside": round(inside / max(1, count), 3), "above": round(above / max(1, count), 3)}
+    shares = {"inside": round(inside / max(1, count), 3), "above": round(above / max(1, count), 3)}
+    return {"models": count, **shares, "date": datetime.now(timezone.utc).date().isoformat()}
 
 
 @contextmanager

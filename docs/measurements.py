@@ -258,7 +258,7 @@ def _simulation() -> list[str]:
     )
     batches = (
         f"Of {largest['models']} published largest batches, {_percent(largest['inside'])} are predicted correctly, and "
-        f"{_percent(largest['above'])} are predicted too large.\n"
+        f"{_percent(largest['above'])} are predicted too large ({largest['date']}).\n"
     )
     opened = _opened("Simulated GPUs", text, "published", found)
     again = found.get("sample")

@@ -41,7 +41,7 @@ SIMULATED_ERRORS = (
     ),
     (
         "Errors of predicted memory: of 304 largest batches published for an RTX 3090, 90% are predicted within the "
-        "published range, and 3% are predicted too large. On CPUs with a budget, all 39 predictions were exact."
+        "published range, and 5% are predicted too large. On CPUs with a budget, all 39 predictions were exact."
     ),
 )
 """Errors of predictions for simulated GPUs, from benchmarks/results/published.json and ceilings.json there."""
