@@ -4,9 +4,10 @@
 
 The brackets are the rows of ``published.csv`` in which timm's training benchmark found the largest batch that fits, and
 the next larger batch failed. The layout is nchw, the precision fp16 autocast. A prediction is correct if it is at least
-the first and smaller than the second. Every estimator gets the same memory: that of ``sim:RTX3090``, which is the GPU's
-memory without the CUDA context. No estimator keeps a reserve (``reserve=0`` in autosplit). Predictions in the output
-file are kept if the installed versions are the same, so an interrupted run continues.
+the first and smaller than the second. Every estimator gets the same memory: 21.7 GiB, which torch 1.12 could reserve on
+this GPU (`published.USABLE_BYTES`). The committed run is older and had 20.92 GiB, because autosplit then predicted
+tensors, without the allocator's gaps. No estimator keeps a reserve (``reserve=0`` in autosplit). Predictions in the
+output file are kept if the installed versions are the same, so an interrupted run continues.
 
 How each estimator is used:
 
@@ -61,7 +62,7 @@ from autosplit.devices.spec import parse_devices
 
 RESULTS = Path(__file__).parent / "results" / "rivals.json"
 
-CARD = "sim:RTX3090"
+CARD = "sim:RTX3090@21.7GiB"
 
 LARGEST = 4096
 """Largest batch that is searched. torch-kitsune's own limit."""

@@ -372,8 +372,9 @@ def _reserved() -> list[str]:
         f"versions has larger temporary tensors. `python benchmarks/published_reserved.py`, {found['date']}.\n"
     )
     each = [
-        (one["row"], one["half"], one["kind"], *(f"{one[key]:.3f}" for key in ("ratio", "rule's ratio")), one["source"])
+        (one["row"], one["kind"], *(f"{one[key]:.3f}" for key in ("ratio", "rule's ratio")), one["source"].split()[0])
         for one in found["compared"]
+        if one["half"] == "kept apart"
     ]
     return [
         *_opened("Reserved memory", text, "gpu_reserved", steps),
@@ -381,8 +382,8 @@ def _reserved() -> list[str]:
         *_table(("step", "GPU", "samples", "predicted", "rule"), rows),
         published,
         *_summaries(found["summary"]),
-        *_table(("step", "half", "kind", "predicted", "rule", "source"), each),
-        f"Not compared: {len(found['not compared'])} rows. `published_reserved.csv` has the reason of each.\n",
+        *_table(("step that was kept apart", "kind", "predicted", "rule", "source"), each),
+        f"Not compared: {len(found['not compared'])} rows. `published_reserved.csv` has all sources and reasons.\n",
     ]
 
 

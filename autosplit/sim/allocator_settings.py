@@ -30,8 +30,8 @@ class AllocatorSettings:
         expandable_segments: Grow segments by mapping more pages, instead of reserving more segments.
         max_split_bytes: Do not split blocks of at least this size. None splits all blocks.
         max_non_split_rounding_bytes: A block that is not split may exceed the request by less than this.
-        roundup_power2_divisions: Divisions between powers of 2 to which sizes are rounded: from 1 MiB, 2 MiB, ... on.
-            Empty for multiples of 512 bytes.
+        roundup_power2_divisions: Round sizes up to one of this many equal steps between two powers of 2. One number for
+            each power from 1 MiB on. Empty for multiples of 512 bytes.
         caches: Keep freed segments (not with `NO_CACHING_VARIABLE`).
     """
 
@@ -81,7 +81,7 @@ _INTERVALS = 16
 
 
 def _divisions(text: str) -> tuple[int, ...]:
-    """Parse ``"8"``, or ``"[256:1,512:2,>:4]"``, in which the first numbers of the pairs are MiB."""
+    """Parse ``"8"``, or ``"[256:1,512:2,>:4]"``. The first numbers of the pairs are MiB."""
     if text.isdecimal():
         return (int(text),) * _INTERVALS
     found: list[int] = []
