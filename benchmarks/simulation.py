@@ -41,7 +41,7 @@ from autosplit.runtime.accelerator import AcceleratorWorker
 from autosplit.runtime.cpu import CpuWorker
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
-from autosplit.sim.simulated import SimulatedWorker
+from autosplit.sim.simulated import SimulatedWorker, traced_peaks
 from autosplit.sim.tracer import Tracer, make_tracer
 from autosplit.solve.memory import largest_fitting
 from autosplit.workload.workload import Workload
@@ -226,7 +226,7 @@ def compared(place: Place, workload: Workload, sizes: tuple[int, ...]) -> tuple[
     rows = []
     with place.worker(workload) as worker:
         for size in sizes:
-            row: dict[str, Any] = {"batch_size": size, "predicted_bytes": predicted[size].peak_bytes[0]}
+            row: dict[str, Any] = {"batch_size": size, "predicted_bytes": predicted_bytes(place, tracer, size)}
             try:
                 row |= measured_step(place, worker, size)
             except OutOfMemoryError as error:
@@ -241,6 +241,12 @@ def compared(place: Place, workload: Workload, sizes: tuple[int, ...]) -> tuple[
     if why_real is not None:
         rows[0]["traced_with_real_tensors"] = why_real
     return tracer, rows
+
+
+def predicted_bytes(place: Place, tracer: Tracer, size: int) -> int:
+    """Predict the peak of a step: what the allocator of a GPU reserves, or the tensors on a CPU."""
+    shape = shape_of(size)
+    return place.simulated(tracer).peaks(shape)[0] if place.timed else traced_peaks(tracer, shape)[0]
 
 
 def measured_step(place: Place, worker: AcceleratorWorker | CpuWorker, size: int) -> dict[str, Any]:
@@ -261,7 +267,7 @@ def ceilings(place: Place, workload: Workload, tracer: Tracer, within_bytes: int
     """Find the largest batch within a memory limit, with real steps and with traces only."""
 
     def peak_bytes(samples: int) -> int:
-        return place.simulated(tracer).peaks(shape_of(samples))[0]
+        return predicted_bytes(place, tracer, samples)
 
     if place.timed:
         # Use the memory that is free now. Loading kernels has taken some of it.

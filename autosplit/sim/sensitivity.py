@@ -31,6 +31,9 @@ MOST_NEW = 2
 _FREE = {"copies": frozenset(("parameter", "buffer", "gradient")), "gather": frozenset(("output", "scalar"))}
 """The kinds of transfers that take no time, by the changed property."""
 
+FILLED_SHARE = 0.9
+"""Share of additional memory that larger splits are given. The rest may become gaps of the allocator."""
+
 _MORE_BYTES = {"memory": NO_LIMIT_BYTES, "one_gib_more": GIB}
 
 _SPECS: dict[str, Callable[[GpuSpec], GpuSpec]] = {
@@ -67,8 +70,12 @@ def simulated_what_ifs(
         if is_limit and (worker.tracer.fake or not is_larger):
             # Trials with a different effective batch size or other devices are not steps of the changed problem.
             has_trials = what not in ("effective_batch_size", "alone") and not (what == "memory" and is_for_all)
+            change = relaxed.change
+            if what == "one_gib_more":
+                assert change.more_bytes is not None, "it adds memory"
+                change = replace(change, more_bytes=tuple(int(FILLED_SHARE * more) for more in change.more_bytes))
             found = _best_rate(
-                changed(problem, relaxed.change),
+                changed(problem, change),
                 _machine(worker, what, relaxed.indices),
                 what,
                 trials if has_trials else (),

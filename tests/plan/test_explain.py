@@ -299,8 +299,9 @@ def test_a_gib_more_is_what_tuning_with_it_finds():
     explanation, more = tuned(2).explain(), tuned(3)
     assert (explanation.bounds[0].what, explanation.bounds[0].device) == ("memory", "sim:1")
     assert explanation.more_memory.device == "sim:1"
-    assert explanation.more_memory.gain > 1.4
-    assert explanation.more_memory.samples_per_s == pytest.approx(more.samples_per_s, rel=0.03)
+    assert explanation.more_memory.gain > 1.35
+    # A tenth of the memory is left for gaps of the allocator.
+    assert more.samples_per_s * 0.95 < explanation.more_memory.samples_per_s <= more.samples_per_s
 
 
 @pytest.mark.slow
