@@ -1,9 +1,9 @@
 """Predict the memory that torch's allocator reserves for a training step, by replaying the step's allocations.
 
 The replay allocates the parameters and then runs optimizer steps. As in a real training, the first backward creates
-gradients that later micro-steps add to, and the first update creates the optimizer state. Both are placed between
-activations that are free by then. The steps are repeated until one reserves no more memory
-than the one before it. See Note [Reserved memory] in `caching_allocator`.
+gradients that later micro-steps add to, and the first update creates the optimizer state. Both take memory of
+activations that are free by then. The steps are repeated until a step reserves no more memory than the step before it.
+See Note [Reserved memory] in `caching_allocator`.
 """
 
 from __future__ import annotations

@@ -112,12 +112,9 @@ class SimulatedWorker:
         return self._parts(source_of(tracers_of(self.tracer, shape, self.devices), shape))
 
     def _parts(self, source: WholeStep | ComposedStep) -> tuple[MemoryParts, ...]:
-        return tuple(
-            NOTHING if traced is None else traced.parts(self._settings, capacity_bytes)
-            for traced, capacity_bytes in zip(
-                source.devices(), self.capacities_bytes, strict=False
-            )  # maybe device 0 alone
-        )
+        # A step may be of device 0 alone. Then there are more capacities than devices.
+        pairs = zip(source.devices(), self.capacities_bytes, strict=False)
+        return tuple(NOTHING if one is None else one.parts(self._settings, most_bytes) for one, most_bytes in pairs)
 
     known_parts = predicted
 
