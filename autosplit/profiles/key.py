@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
 """Environment variables of torch's allocator for GPUs. They change how much memory a step reserves."""
 
 
@@ -47,7 +47,7 @@ def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
     except PackageNotFoundError:  # a checkout without installation
         own = "not installed"
     found = {"devices": runs, "torch": str(torch.__version__), "cuda": torch.version.cuda, "autosplit": own}
-    settings = {name: os.environ[name] for name in _ALLOCATOR_VARIABLES if os.environ.get(name)}
+    settings = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)}
     has_gpus = any(device.kind != "cpu" for device in devices)
     return {**found, "allocator": settings} if settings and has_gpus else found
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from autosplit.profiles.key import ALLOCATOR_VARIABLES
+
 MIB = 2**20
 
 MIN_BLOCK_BYTES = 512
@@ -15,11 +17,8 @@ MIN_BLOCK_BYTES = 512
 LARGE_SEGMENT_BYTES = 20 * MIB
 """Size of a segment for blocks of 1 to 10 MiB (kLargeBuffer)."""
 
-SETTINGS_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables with the allocator's settings. torch 2.9 and later read both, earlier versions the second."""
-
-NO_CACHING_VARIABLE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
-"""If this environment variable is set, torch keeps no freed memory."""
+*SETTINGS_VARIABLES, NO_CACHING_VARIABLE = ALLOCATOR_VARIABLES
+"""Variables with settings, the preferred one first, and a variable with which torch keeps no freed memory."""
 
 
 @dataclass(frozen=True)
