@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import msgspec
@@ -104,7 +104,7 @@ class GpuSpec:
         peak_flops: Dense peak by dtype name, in FLOP/s: always ``float32`` (without tensor cores), ``float16`` and
             ``float64``. ``tf32`` and ``bfloat16`` only if the hardware supports them.
         link_bytes_per_s: Bandwidth to other GPUs in one direction, over its usual link.
-        launch_s: Time in seconds to launch an operation before its kernel starts.
+        launch_s: The host's time in seconds to launch a kernel. Steps multiply it, see `sim.kernel_time.HostRates`.
         compute_capability: ``"8.6"``. None for a GPU that is not NVIDIA's.
         multiprocessors: None if unknown. Matrix products are then assumed to use the whole GPU.
         sustained: Fraction of the peak that large matrix products reach, by dtype.
@@ -206,7 +206,10 @@ def _catalog_with(path: str | None) -> Mapping[str, GpuSpec]:
             "the variable."
         ) from error
     replaced = {_normal(name) for name in others}
-    return {**{name: spec for name, spec in _specs(table, table).items() if _normal(name) not in replaced}, **others}
+    known = {name: spec for name, spec in _specs(table, table).items() if _normal(name) not in replaced}
+    if given.defaults is not None:  # the host's launch time does not depend on the GPU
+        known = {name: replace(spec, launch_s=given.defaults.launch_s) for name, spec in known.items()}
+    return {**known, **others}
 
 
 def _table_of(text: str) -> _Table:

@@ -31,6 +31,7 @@ from autosplit.tools import measured_rates as rates
 from autosplit.tools.collective_check import met
 from autosplit.tools.examination import Card, Copy, Examination, Problem, Training
 from autosplit.tools.inventory import DeviceReport, survey_devices
+from autosplit.tools.launch_time import launch_s
 from autosplit.torch_versions import accelerator_index
 from autosplit.tuning.tune import DoubtfulTimesWarning, tune
 
@@ -144,7 +145,7 @@ def _card_of(device: Device, place: torch.device, report: DeviceReport | None, n
     with on_card:
         flops = _flops_of(place, largest_bytes)
         memory = rates.memory_bytes_per_s(place, largest_bytes=largest_bytes)
-        launch_s = rates.launch_s(place)
+        launch = launch_s(place)
     row = _row_of(device.name)
     tflops = {name: one / 1e12 for name, one in flops.items() if one is not None}
     total = report.total_bytes if report is not None and report.total_bytes else device.capacity_bytes
@@ -163,7 +164,7 @@ def _card_of(device: Device, place: torch.device, report: DeviceReport | None, n
         },
         memory_gb_per_s=memory / 1e9,
         memory_of_catalogue=None if row is None else memory / row.memory_bytes_per_s,
-        launch_s=launch_s,
+        launch_s=launch,
         usual_link_gb_per_s=None if row is None else row.link_bytes_per_s / 1e9,
     )
 

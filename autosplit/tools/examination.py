@@ -20,7 +20,7 @@ from autosplit.accelerators import is_accelerator
 from autosplit.devices.catalog import row_name
 from autosplit.errors import DeviceError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of the format of `SharedResult`."""
 
 
@@ -54,7 +54,8 @@ class Card:
         tflops_of_catalogue: `tflops` as fractions of the catalogue's rates. Empty without a row.
         memory_gb_per_s: Bytes read and written in its memory, in 10^9 per second.
         memory_of_catalogue: `memory_gb_per_s` as a fraction of the catalogue's rate. None without a row.
-        launch_s: Host time per operation.
+        launch_s: The host's time to launch a kernel, see `autosplit.tools.launch_time`. In version 1 of shared results,
+            it was the time of one call in a loop.
         usual_link_gb_per_s: The catalogue's rate to a neighbouring GPU, in 10^9 bytes per second. None without a row.
     """
 

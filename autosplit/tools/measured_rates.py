@@ -1,4 +1,4 @@
-"""Measure the rates of this machine's devices: matrix products, memory, kernel launches, and copies.
+"""Measure the rates of this machine's devices: matrix products, memory, and copies.
 
 Each rate is the best of a few short runs, timed by the wall clock with the device idle before and after. So it is an
 upper limit for a training step.
@@ -19,7 +19,6 @@ _LEAST_S = 0.01
 """Shortest run in seconds. The clock and the wait for the device take 0.1% of it."""
 
 _COPIED_BYTES = 64 * 2**20
-_LAUNCHES = 2000
 
 
 def synchronize(device: torch.device) -> None:
@@ -37,7 +36,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, *, largest_bytes: int
     try:
         while True:
             left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-            seconds = _seconds_of(lambda a=left, b=right: a @ b, device)  # type: ignore[misc]  # bound at once
+            seconds = best_seconds(lambda a=left, b=right: a @ b, device)  # type: ignore[misc]  # bound at once
             best = max(best, 2 * size**3 / seconds)
             if seconds >= _LEAST_S or 3 * (2 * size) ** 2 * dtype.itemsize > largest_bytes:
                 return best
@@ -50,28 +49,18 @@ def memory_bytes_per_s(device: torch.device, *, largest_bytes: int) -> float:
     """Return the bytes read and written per second by copies within a device's memory."""
     source = torch.ones(min(largest_bytes, 8 * _COPIED_BYTES) // 8, dtype=torch.float32, device=device)
     destination = torch.empty_like(source)
-    return 2 * source.nbytes / _seconds_of(lambda: destination.copy_(source), device)
-
-
-def launch_s(device: torch.device) -> float:
-    """Return the time in seconds that the host takes to start an operation on an almost idle device."""
-    one = torch.ones(1, device=device)
-
-    def start_many() -> None:
-        for _ in range(_LAUNCHES):
-            one.add(1.0)
-
-    return _seconds_of(start_many, device, waits=False) / _LAUNCHES
+    return 2 * source.nbytes / best_seconds(lambda: destination.copy_(source), device)
 
 
 def copy_bytes_per_s(source: torch.device, destination: torch.device) -> float:
     """Return the bytes per second of copies from one device to another."""
     sent = torch.ones(_COPIED_BYTES // 4, dtype=torch.float32, device=source)
     into = torch.empty(sent.shape, dtype=sent.dtype, device=destination)
-    return sent.nbytes / _seconds_of(lambda: into.copy_(sent), source, destination)
+    return sent.nbytes / best_seconds(lambda: into.copy_(sent), source, destination)
 
 
-def _seconds_of(run: Callable[[], Tensor | None], *devices: torch.device, waits: bool = True) -> float:
+def best_seconds(run: Callable[[], Tensor | None], *devices: torch.device) -> float:
+    """Return the shortest of a few times of a function in seconds. Before and after it, wait for the devices."""
     found: list[float] = []
     count = 1
     run()
@@ -81,7 +70,7 @@ def _seconds_of(run: Callable[[], Tensor | None], *devices: torch.device, waits:
         start_s = time.perf_counter()
         for _ in range(count):
             run()
-        for device in devices if waits else ():
+        for device in devices:
             synchronize(device)
         taken_s = time.perf_counter() - start_s
         if taken_s < _LEAST_S and count < 2**12:

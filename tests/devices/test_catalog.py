@@ -194,6 +194,13 @@ class TestCardsOfOnesOwn:
         assert card.link_bytes_per_s == find_card("RTX-A5000").link_bytes_per_s
         assert len(gpu_catalog()) == len(CARD_NAMES) + 1
 
+    def test_a_slower_host_is_that_of_all_gpus_but_those_with_an_own_time(self, monkeypatch, tmp_path):
+        memory_bytes = find_card("H200").usable_bytes
+        own = self.CARD.replace("[cards.My-Card]", "[cards.My-Card]\nlaunch_s = 3e-6")
+        self.given(monkeypatch, tmp_path, "[defaults]\nlaunch_s = 8e-6\n" + own)
+        assert [find_card(name).launch_s for name in ("H200", "RTX3090", "My-Card")] == [8e-6, 8e-6, 3e-6]
+        assert find_card("H200").usable_bytes == memory_bytes
+
     def test_take_the_place_of_a_known_one(self, monkeypatch, tmp_path):
         self.given(monkeypatch, tmp_path, self.CARD.replace("My-Card", "rtx-3090") + "[links]\npcie4 = 1e9\n")
         assert (find_card("RTX 3090").memory_bytes, find_card("RTX3090").link_bytes_per_s) == (25 * GIB // 2, 1e9)

@@ -107,7 +107,7 @@ class TestSharedResults:
         text = path.read_text()
         read = msgspec.json.decode(text, type=SharedResult)
         assert read.cards[0].tflops == CARD.tflops
-        assert (read.torch, read.collective.gb_per_s, read.schema_version) == (found.torch, 3.5, 1)
+        assert (read.torch, read.collective.gb_per_s, read.schema_version) == (found.torch, 3.5, 2)
         assert not [private for private in ("anna", "4711", "/home", "GPU-") if private in text]
         assert (read.cards[0].free_bytes, read.cards[0].used_by_others_bytes) == (None, None)
         assert "docs/results" in capsys.readouterr().err
