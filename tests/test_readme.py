@@ -53,7 +53,7 @@ def run(command: str, cache: Path, folder: Path = ROOT) -> subprocess.CompletedP
     """Run a README command as a new user would, by default from the top of the project."""
     words = shlex.split(command)
     assert words[0] == "python", command
-    environment = {**os.environ, "AUTOSPLIT_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "2"}
+    environment = {**os.environ, "AUTOSPLIT_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     environment.pop("COLUMNS", None)  # the width and colours of the user who runs the tests must not matter
     return subprocess.run(
         [sys.executable, *words[1:]],
@@ -245,7 +245,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
         pytest.importorskip(needed)
     code = "import runpy; made = runpy.run_path('docs/notebook.py')"
     code += "\nprint(made['page'](made['executed'](made['NOTEBOOK'])))"
-    environment = {**os.environ, "AUTOSPLIT_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "2"}
+    environment = {**os.environ, "AUTOSPLIT_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-c", code]
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
