@@ -439,6 +439,7 @@ class Context(CheckpointMethods):
         Do not use DDP's `no_sync`. After an exception it would stay open, so no later step would be synchronised.
         """
         self._progress.begin_loop()
+        self._models.forget_unused()
         require_equal_settings(settings())
         self._loop = loop = object()
         slow_ranks = self._slow_ranks

@@ -7,7 +7,7 @@ nothing in a backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -47,12 +47,17 @@ def apart(wrapped: DistributedDataParallel) -> Iterator[None]:
         wrapped.require_backward_grad_sync = before
 
 
-def average_gradients(wrapped: DistributedDataParallel) -> None:
+def average_gradients(wrapped: DistributedDataParallel, trained: Collection[int] = ()) -> None:
     """Average a model's gradients over the ranks, and broadcast rank 0's buffers. All ranks must call this.
 
     If a parameter has a gradient on any rank, it has a gradient on all ranks afterwards.
+
+    Args:
+        trained: The ids of parameters that are averaged although they may be frozen now, as in a GAN.
     """
-    parameters = [parameter for parameter in wrapped.module.parameters() if parameter.requires_grad]
+    parameters = [one for one in wrapped.module.parameters() if one.requires_grad or id(one) in trained]
+    if not parameters:
+        return
     device = parameters[0].device
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=exchange_device(device))
     dist.all_reduce(used, dist.ReduceOp.MAX, group=wrapped.process_group)

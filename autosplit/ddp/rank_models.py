@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import traceback
 import weakref
@@ -59,7 +60,10 @@ class RankModel(DistributedDataParallel):
 
     def _refuse_outer(self) -> None:
         """Raise InputError if another DistributedDataParallel runs this model. It would average the gradients again."""
-        runners = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(inspect.currentframe()))
+        code = DistributedDataParallel.forward.__code__
+        frames = (frame for frame, _ in traceback.walk_stack(inspect.currentframe()) if frame.f_code is code)
+        # Before Python 3.13, reading `f_locals` keeps all variables of a frame alive until its function returns.
+        runners = (frame.f_locals.get("self") for frame in frames)
         if any(isinstance(one, DistributedDataParallel) and one is not self for one in runners):
             raise InputError(
                 "The model that ctx.wrap returned is in another DistributedDataParallel, which averages the gradients "
@@ -114,6 +118,11 @@ class RankModels:
     sharded: WeakModels = field(default_factory=WeakModels)
     meet_always: bool = False
 
+    def forget_unused(self) -> None:
+        """Free the models that only reference cycles hold. Otherwise some ranks would free them later than others."""
+        if len(self.wrapped) > 1:
+            gc.collect()
+
     def synchronise(self, meets: bool) -> bool:
         """Enable or disable gradient synchronisation. Return whether the ranks synchronise in any model's backward."""
         met = meets
@@ -159,6 +168,6 @@ class Ranks(StepListener):
         """Average the gradients, if no backward did, and give all ranks the buffers of rank 0."""
         for wrapped in self.models.wrapped:
             if self.apart:
-                average_gradients(wrapped)
+                average_gradients(wrapped, wrapped.trained)
             else:
                 wrapped.share_buffers()

@@ -12,6 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from autosplit.autograd_graph import graph_leaves
 from autosplit.errors import InputError
 
@@ -73,7 +75,7 @@ class WatchedParameter:
 
     parameter: Tensor
     version: int
-    has_gradient: bool = False
+    gradient_version: int | None = None
 
     @classmethod
     def of(cls, loss: Tensor) -> WatchedParameter | None:
@@ -86,7 +88,7 @@ class WatchedParameter:
         return self.parameter._version != self.version  # noqa: SLF001
 
     def end_backward(self, place: str, *, may_update: bool) -> None:
-        """Record whether the parameter has a gradient. Raise InputError if the backward updated the parameter.
+        """Record the parameter's gradient. Raise InputError if the backward updated the parameter.
 
         Args:
             may_update: Whether this is the last micro-batch of the step, so an update uses the whole gradient.
@@ -97,10 +99,21 @@ class WatchedParameter:
                 "gradient hook. Each micro-batch would be a separate update. Step after the inner loop, or train "
                 "with accumulation_steps=1.",
             )
-        self.has_gradient = self.parameter.grad is not None
+        self.gradient_version = None if self.parameter.grad is None else self.parameter.grad._version  # noqa: SLF001
 
     def change(self) -> str:
         """Describe the change since `end_backward`, or return ""."""
         if self.is_changed():
             return "parameters were changed"
-        return "gradients were discarded" if self.has_gradient and self.parameter.grad is None else ""
+        return "gradients were discarded" if self.gradient_version is not None and self.parameter.grad is None else ""
+
+    def is_zeroed(self) -> bool:
+        """Return whether the gradient was changed since `end_backward`, and is zero now.
+
+        The version alone is not enough, because other backward passes add to the gradient. It saves waiting for the
+        device.
+        """
+        grad = self.parameter.grad
+        if grad is None or self.gradient_version in (None, grad._version) or grad.layout != torch.strided:  # noqa: SLF001
+            return False
+        return not grad.count_nonzero()

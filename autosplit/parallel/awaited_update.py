@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -15,6 +17,7 @@ from autosplit.parallel.accumulation import WatchedParameter
 
 _updates = 0
 _updates_of: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+_last_update_of: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 class StepsWarning(UserWarning):
@@ -25,6 +28,7 @@ def _count_update(optimizer: Optimizer, *_: Any) -> None:
     global _updates  # noqa: PLW0603  # torch calls this after each step of any optimizer
     _updates += 1
     _updates_of[optimizer] = _updates_of.get(optimizer, 0) + 1
+    _last_update_of[optimizer] = _updates
 
 
 @functools.cache
@@ -47,6 +51,14 @@ def updates_by_optimizer() -> Counter[int]:
 def optimizers_since(before: Counter[int]) -> list[Optimizer]:
     """Return the optimizers that have stepped once since `updates_by_optimizer` returned `before`."""
     return [optimizer for optimizer, count in _updates_of.items() if count - before[id(optimizer)] == 1]
+
+
+def parameters_updated_since(before: int) -> Iterator[Tensor]:
+    """Yield the parameters of optimizers that have stepped since `updates_so_far` returned `before`."""
+    if before != _updates:
+        for optimizer, last in _last_update_of.items():
+            if last > before:
+                yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 class AwaitedUpdate:
@@ -85,23 +97,37 @@ class LoopWithoutSteps:
     """Watch a loop over a plan's batch sampler that does not use `plan.steps`.
 
     An update after each micro-batch uses the micro-batch's size instead of the effective batch size. So the number of
-    updates must not exceed the number of optimizer steps that have begun.
+    updates must not exceed the number of optimizer steps that have begun. DDP averages the means of the ranks with
+    equal weights, so no update is right if the ranks have different numbers of samples.
+
+    Args:
+        rank_sizes: Samples of each rank in a micro-batch in which they differ. None if the ranks are always equal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank_sizes: tuple[int, ...] | None = None) -> None:
         self._before = updates_by_optimizer()
+        self._rank_sizes = rank_sizes
         self.steps_begun = 0
 
     def is_wrong(self, accumulation_steps: int) -> bool:
-        """Warn, and return True, if an optimizer has made more updates than steps have begun."""
-        updates = [count - self._before[id(optimizer)] for optimizer, count in _updates_of.items()]
-        if max(updates, default=0) <= self.steps_begun:
-            return False
-        warn_user(
-            f"The optimizer stepped after each micro-batch, but the plan has {accumulation_steps} micro-batches "
-            "per optimizer step. So each update had too few samples. Loop with `for step in plan.steps(loader):` "
-            "and `for batch in step:`, and call optimizer.step() after the inner loop. In a DDP job, use "
-            "ctx.steps(loader).",
-            StepsWarning,
-        )
-        return True
+        """Warn, and return True, if an optimizer has made more updates than are right."""
+        updates = max((count - self._before[id(optimizer)] for optimizer, count in _updates_of.items()), default=0)
+        found = ""
+        if updates > self.steps_begun:
+            found = (
+                f"The optimizer stepped after each micro-batch, but the plan has {accumulation_steps} micro-batches "
+                "per optimizer step. So each update had too few samples."
+            )
+        elif updates and self._rank_sizes is not None:
+            found = (
+                f"The ranks have {', '.join(map(str, self._rank_sizes))} samples of a micro-batch, but DDP gives their "
+                "losses equal weights. So the gradient is not the mean over the samples."
+            )
+        if found:
+            warn_user(
+                f"{found} Loop with `for step in plan.steps(loader):` and `for batch in step:`, and call "
+                "step.backward(loss) there and optimizer.step() after the inner loop. In a DDP job, use "
+                "ctx.steps(loader).",
+                StepsWarning,
+            )
+        return bool(found)

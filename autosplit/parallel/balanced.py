@@ -382,6 +382,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             self._replicas = None  # gradients are no longer accumulated, so free the replicas' memory
         if not torch.is_grad_enabled():
             return None, last
+        if self._replicas is not None and not self._replicas.needed and self._has_hooks():
+            self._replicas = None  # the gradients of replicas would not run the hooks, which are new
         placed = active_placement() is not None
         may_persist = not last and (placed or self.devices[0].type != "cpu") and knows_nodes_to_run()
         if self._replicas is None and may_persist and not self._has_hooks():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -148,6 +149,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         self._awaited: tuple[int, Callable[[], bool]] | None = None
         self._detects_updates = True
         self._start_step = 0
+        self._is_resumed = False
         self._is_in_steps = False
 
     @property
@@ -177,7 +179,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
 
     @property
     def start_step(self) -> int:
-        """The optimizer step at which the next iteration begins: 0, unless `resume` was called."""
+        """The optimizer step at which the next iteration begins: 0, or the step after a resumed position."""
         return self._start_step
 
     def refuse_single_samples(self, split: Sequence[int], least: int) -> None:
@@ -241,6 +243,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         before, self.epoch = self.epoch, epoch
         if epoch != before:
             self.samples_consumed = self._start_step = 0
+            self._is_resumed = False
 
     def resume(self, samples_consumed: int) -> None:
         """Start the next iteration in the middle of an interrupted epoch.
@@ -254,6 +257,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         samples = whole_number("samples_consumed", samples_consumed)
         self._start_step = self._step_after(samples, self.epoch)
         self.samples_consumed = samples
+        self._is_resumed = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the end of its last finished optimizer step, for a checkpoint."""
@@ -299,19 +303,29 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         self._step_after(state["samples_consumed"], epoch)
 
     def begin_epoch(self) -> None:
-        """Advance to the next epoch if this one is consumed and `set_epoch` was not called."""
+        """Advance to the next epoch if this one has finished steps, and `set_epoch` was not called.
+
+        An epoch that a loop left early is over, as with a DataLoader. Its unfinished samples come in another order in
+        the next epoch. A resumed epoch goes on until its first step has finished, also if a batch was drawn before.
+        """
         self._go_to(self._next_epoch())
+        self._start_step = self._resumed_step(self.epoch)
         self._is_chosen = False
         self._detects_updates = self._is_in_steps = True
 
     def _next_epoch(self) -> int:
-        is_over = 0 < sum(step.num_samples for step in self.schedule) <= self.samples_consumed
+        is_whole = 0 < sum(step.num_samples for step in self.schedule) <= self.samples_consumed
+        is_over = is_whole or (self.samples_consumed > 0 and not self._is_resumed)
         return self.epoch + (is_over and not self._is_chosen)
+
+    def _resumed_step(self, epoch: int) -> int:
+        is_ahead = self._is_resumed and epoch == self.epoch
+        return self._step_after(self.samples_consumed, epoch) if is_ahead else 0
 
     def steps_ahead(self) -> int:
         """Return the number of optimizer steps in the next iteration by `steps`."""
         epoch = self._next_epoch()
-        return len(self._schedule_of_epoch(epoch)) - (self._start_step if epoch == self.epoch else 0)
+        return len(self._schedule_of_epoch(epoch)) - self._resumed_step(epoch)
 
     def consume(self, num_samples: int, has_updated: Callable[[], bool]) -> None:
         """Count the samples of an optimizer step whose last backward has run.
@@ -321,7 +335,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 resume with this step, so its samples do not count yet.
         """
         self.settle()
-        self._awaited = num_samples, has_updated
+        self._awaited, self._is_resumed = (num_samples, has_updated), False
 
     def settle(self) -> None:
         """Count the last optimizer step, even if its update was not detected."""
@@ -354,9 +368,15 @@ class ScheduledBatchSampler(Sampler[list[int]]):
             "drop_last": self.drop_last,
             "epoch": self.epoch,
             "samples_consumed": self.samples_consumed,
-            "start_step": self._start_step,
+            "is resumed": self._is_resumed,
             "epoch is set": self._is_chosen,
+            **({} if self._draw is None else {"digest of the order": self._digest_of_order()}),
         }
+
+    def _digest_of_order(self) -> str:
+        """Return a digest of the next epoch's order, which a user's sampler may draw differently on each rank."""
+        order = ",".join(map(str, self._order(self._next_epoch())))
+        return hashlib.blake2b(order.encode(), digest_size=8).hexdigest()
 
     def _order_facts(self) -> dict[str, Any]:
         return {"num_samples": self.num_samples, "shuffle": self.shuffle, "seed": self.seed}
@@ -372,7 +392,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         start_step, self._start_step = self._start_step, 0
         order = self._order(self.epoch)
         accumulation = accumulation_steps(self.effective_batch_size, self.batch_size)
-        loop = None if self._is_in_steps or accumulation == 1 else LoopWithoutSteps()
+        unequal = self._unequal_rank_sizes()
+        loop = None if self._is_in_steps or (accumulation == 1 and not unequal) else LoopWithoutSteps(unequal)
         draws = self._draws_outside_steps()
         for number, step in enumerate(self.schedule[start_step:], start_step):
             if loop is not None:
@@ -388,6 +409,13 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 yield part
                 if loop is not None and loop.is_wrong(accumulation):
                     loop = None
+
+    def _unequal_rank_sizes(self) -> tuple[int, ...] | None:
+        """Return the ranks' samples of a micro-batch in which they differ, or None."""
+        steps = (*self.schedule[:1], *self.schedule[-1:])
+        sizes = (size for step in steps for size in micro_batch_sizes(step.num_samples, self.batch_size))
+        splits = (short_split(size, self.rank_slice.batch_sizes) for size in sizes)
+        return next((split for split in splits if len({*split}) > 1), None)
 
     def _draws_outside_steps(self) -> Draws | None:
         is_in_steps, self._is_in_steps = self._is_in_steps, False

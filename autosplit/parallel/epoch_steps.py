@@ -183,6 +183,11 @@ def _scheduled_steps(
     spans_ranks: bool = False,
 ) -> Iterator[OptimizerStep]:
     num_ranks = sampler.rank_slice.num_ranks
+    if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+        raise InputError(
+            "The loader has in_order=False, so its batches come in another order than the schedule of their weights. "
+            "Expected in_order=True. Leave it out.",
+        )
     if spans_ranks:
         refuse_uncounted_scope(max((len(one.micro_batch_sizes) for one in sampler.schedule), default=0), count)
         refuse_ranks_without_samples(

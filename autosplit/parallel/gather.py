@@ -127,11 +127,13 @@ class SeenOutputs:
         losses: Whether a tensor of one element is a loss. Unknown with one sample per device.
         lists: Whether a list has one item for each sample. Unknown from batches with an equal split.
         flat: Tensors that have several rows for each sample. Unknown from batches with an equal split.
+        rows: Tensors that have one row for each sample.
     """
 
     losses: dict[str, bool] = dataclasses.field(default_factory=dict)
     lists: dict[str, bool] = dataclasses.field(default_factory=dict)
     flat: set[str] = dataclasses.field(default_factory=set)
+    rows: set[str] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,6 +257,8 @@ class Gathering:
             raise _cannot_join("shapes", [tuple(tensor.shape) for tensor in tensors], place)
         if tensors[0].dim() == 1 and tensors[0].is_floating_point() and self._are_losses(tensors, place):
             return self._join_tensors([tensor.reshape(()) for tensor in tensors], place).reshape(1)
+        if tensors[0].dim() == 0 and place in self.seen.rows and {*self.shares} == {1}:
+            tensors = [tensor.reshape(1) for tensor in tensors]  # the module squeezes its output, also of one sample
         if tensors[0].dim() > 0:
             self._check_rows(tensors, place)
             return self._concatenated(tensors, self.dim, place)
@@ -291,6 +295,8 @@ class Gathering:
 
     def _check_rows(self, tensors: list[Tensor], place: str) -> None:
         rows = tuple(_rows(tensor, self.dim) for tensor in tensors)
+        if rows == self.shares and max(self.shares, default=0) > 1:
+            self.seen.rows.add(place)
         if len(self.shares) < 2 or None in rows or rows == self.shares or not any(rows):
             return
         each = (rows[0] or 0) // self.shares[0]

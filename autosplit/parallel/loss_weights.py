@@ -7,6 +7,7 @@ infers the kind, or the user passes `reduce=`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -54,8 +55,11 @@ class DoubtfulWeights(list["float | Tensor"]):
             self.doubt = ""
 
 
-_looked_at: set[type[nn.Module]] = set()
-"""Classes whose labels were examined, which happens once per process."""
+_MOST_EXAMINED = 8
+"""Batches of a class of modules whose labels are examined. Some batches have no padding."""
+
+_examined: Counter[type[nn.Module]] = Counter()
+"""Batches that were examined in this process, by class."""
 
 
 def checked_reduce(reduce: Reduce | None) -> Reduce | None:
@@ -139,14 +143,15 @@ def _by_samples_with_doubts(
 ) -> list[float | Tensor]:
     weights: list[float | Tensor] = [*by_samples(sizes)]
     kind = type(module)
-    if kind in _looked_at:
+    if _examined[kind] >= _MOST_EXAMINED:
         return weights
-    found = [labels for _, kwargs in chunks if is_integer(labels := kwargs.get("labels"))]
+    found = [value for args, kwargs in chunks for value in (*args, *kwargs.values()) if is_integer(value)]
     if not found or torch.compiler.is_compiling() or any(isinstance(one, FakeTensor) or one.is_meta for one in found):
         return weights
-    _looked_at.add(kind)  # only once per class, because `bool()` below waits for the labels' device
+    _examined[kind] += 1  # not always, because `bool()` below waits for the labels' device
     if not any(bool((item == IGNORED_LABEL).any()) for item in found):
         return weights
+    _examined[kind] = _MOST_EXAMINED
     return DoubtfulWeights(
         weights,
         f"autosplit does not know whether the loss of {kind.__name__} ignores labels of {IGNORED_LABEL}. It "

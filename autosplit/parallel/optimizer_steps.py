@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from autosplit.autograd_graph import graph_leaves
 from autosplit.errors import InputError
 from autosplit.parallel.accumulation import Accumulation, WatchedParameter
-from autosplit.parallel.awaited_update import AwaitedUpdate, updates_so_far
+from autosplit.parallel.awaited_update import AwaitedUpdate, parameters_updated_since, updates_so_far
 from autosplit.parallel.moved_batch import to_device
 from autosplit.parallel.parts import Attempt, Cuts, Part
 from autosplit.parallel.step_listener import NoiseEstimate, StepListener
@@ -97,8 +98,9 @@ class OptimizerStep:
         self._drawn = 0
         self._now: _MicroBatch | None = None
         self._loss: torch.Tensor | None = None
-        self._has_seen_loss = False
+        self._has_seen_loss = self._has_ended = False
         self._watched: WatchedParameter | None = None
+        self._updates: int | None = None
 
     def __len__(self) -> int:
         return len(self.micro_batch_sizes)
@@ -157,12 +159,14 @@ class OptimizerStep:
         """
         weight, now = self.weight, self._now
         assert now is not None, "`weight` raises outside of a micro-batch"
+        self._check_loss(loss)
         if now.had_backward:
             raise InputError(
                 f"step.backward was called twice for {self._place()}. Expected one call, on the sum of the losses. "
                 "If a GAN needs two, call (loss_d * step.weight).backward() for the first.",
             )
         self._check_parameters()
+        self._check_updates(loss)
         if weight and not self._has_seen_loss:
             self._has_seen_loss = True
             parted = None if self.cuts is None or now.attempt is None else self.cuts.samples_of(now.attempt.part)
@@ -187,6 +191,7 @@ class OptimizerStep:
         with self._around_backward(now, scaled, weight, scaler):
             scaled.backward() if now.attempt is None else now.attempt.backward(scaled.backward, loss)
         self._watched = watched if (goes_on := self._drawn < len(self)) else None
+        self._updates = before
         if watched is not None:
             watched.end_backward(self._place(), may_update=not goes_on)
         self.awaited.expect(before, watched, may_skip=scaler is not None)
@@ -258,6 +263,12 @@ class OptimizerStep:
                 f"Optimizer step {self.index} was left after {self._drawn} of {len(self)} micro-batches. Expected "
                 "all of them, because the gradient lacks the others. Run the inner loop to its end.",
             )
+        if not self._has_ended:
+            raise InputError(
+                f"The loop over optimizer step {self.index} did not ask for a batch after the last, so the step is not "
+                "complete. Expected a loop to the end. Write `for batch in step:`. In zip(), put the step first, or "
+                "pass strict=True.",
+            )
 
     def __iter__(self) -> Iterator[Any]:
         if self._drawn:
@@ -300,6 +311,7 @@ class OptimizerStep:
         accumulation.finish()
         for listener in self.listeners:
             listener.finish(self.count)
+        self._has_ended = True
 
     def _check_backward(self) -> None:
         if self._now is not None and not self._now.had_backward:
@@ -311,10 +323,29 @@ class OptimizerStep:
     def _check_parameters(self) -> None:
         change = self._watched.change() if self._watched is not None else ""
         if change:
+            self._refuse_change(change)
+
+    def _check_loss(self, loss: object) -> None:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"
             raise InputError(
-                f"{change} before {self._place()}, so the step's gradient would be incomplete. Call "
-                "optimizer.step() and optimizer.zero_grad() once, after all micro-batches.",
+                f"step.backward got a loss of {found} for {self._place()}. Expected a tensor of one element. Pass the "
+                "mean loss of the micro-batch.",
             )
+
+    def _check_updates(self, loss: torch.Tensor) -> None:
+        """Raise InputError if gradients were cleared, or the loss's parameters updated, after an earlier backward."""
+        if self._watched is not None and self._watched.is_zeroed():
+            self._refuse_change("gradients were set to zero")
+        updated = [] if self._updates is None else [*parameters_updated_since(self._updates)]
+        if updated and {*map(id, updated)} & {*map(id, graph_leaves(loss))}:
+            self._refuse_change("parameters were changed")
+
+    def _refuse_change(self, change: str) -> None:
+        raise InputError(
+            f"{change} before {self._place()}, so the step's gradient would be incomplete. Call "
+            "optimizer.step() and optimizer.zero_grad() once, after all micro-batches.",
+        )
 
     def _place(self) -> str:
         return f"micro-batch {self._drawn} of {len(self)} in optimizer step {self.index}"

@@ -311,6 +311,21 @@ class TestLosses:
         assert_same_gradients(module, reference, 1e-6)
 
 
+def test_a_squeezed_output_of_one_sample_per_device_has_a_row_for_each(run):
+    """`.squeeze()` of one row has no dimension, so the wrapper returned the mean of the predictions."""
+
+    class Squeezed(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).squeeze()
+
+    module = Squeezed(5, 1).double()
+    wrapped = wrap(module, 3, 3)
+    with run():
+        for n in (6, 2):
+            inputs = torch.randn(n, 5, dtype=torch.float64)
+            torch.testing.assert_close(wrapped(inputs), module(inputs))
+
+
 class TestOneElementLosses:
     """nn.DataParallel made a vector of scalar losses, so many modules return a loss with one element."""
 

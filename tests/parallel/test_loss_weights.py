@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ VOCABULARY = 40
 
 @pytest.fixture(autouse=True)
 def _nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(reducing, "_looked_at", set())
+    monkeypatch.setattr(reducing, "_examined", Counter())
 
 
 class TokenMean(nn.Linear):
@@ -177,9 +178,17 @@ class TestWhereNobodySaysIt:
         call = {"x": torch.randn(4, 8, 4), "labels": padded(4)}
         assert BalancedDataParallel(None, PerToken(), ["cpu"] * 2, split=(1, 3))(**call).shape == (4, 8)
 
-    def test_labels_are_looked_at_once(self):
-        weights_of(None, TokenMean(), calls(6, 6), [1, 1])
-        assert not isinstance(weights_of(None, TokenMean(), calls(6, 2), [1, 1]), DoubtfulWeights)
+    def test_labels_are_looked_at_in_the_first_batches(self):
+        """The first batch had no padding, and the padded batches after it were weighted by samples without a word."""
+        assert not isinstance(weights_of(None, TokenMean(), calls(6, 6), [1, 1]), DoubtfulWeights)
+        assert isinstance(weights_of(None, TokenMean(), calls(6, 2), [1, 1]), DoubtfulWeights)
+        for _ in range(reducing._MOST_EXAMINED):
+            weights_of(None, SampleMean(), calls(6, 6), [1, 1])
+        assert not isinstance(weights_of(None, SampleMean(), calls(6, 2), [1, 1]), DoubtfulWeights)
+
+    def test_labels_by_position_are_looked_at(self):
+        chunks = [((torch.randn(1, 8, 4), kwargs["labels"]), {}) for _, kwargs in calls(6, 2)]
+        assert isinstance(weights_of(None, TokenMean(), chunks, [1, 1]), DoubtfulWeights)
 
     def test_fake_labels_are_not_looked_at(self):
         with FakeTensorMode():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -153,9 +154,40 @@ class TestEpochs:
             chosen.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
             assert self.walked(loader) == self.walked(chosen)
 
-    def test_one_that_is_broken_off_begins_again(self) -> None:
+    def test_one_that_is_left_early_is_over(self) -> None:
+        """With `islice(plan.steps(loader), 2)`, all epochs had the same order, and the last samples were never seen."""
         loader = self.loader()
-        assert self.walked(loader, 10) == self.walked(loader)[:10]
+        seen = [self.trained(loader, most=2) for _ in range(3)]
+        expected = [self.walked(self.chosen(epoch))[:20] for epoch in range(3)]
+        assert seen == expected
+
+    def test_a_resumed_one_goes_on_after_a_batch_was_drawn(self) -> None:
+        """A batch that was drawn for a log lost the position, and the first samples were trained twice."""
+        first = self.loader()
+        seen = self.trained(first, most=1)
+        loader = self.loader()
+        loader.batch_sampler.load_state_dict(first.batch_sampler.state_dict())  # type: ignore[union-attr]
+        next(iter(loader))
+        next(iter(next(steps(loader, batch_size=4, effective_batch_size=10))))
+        assert len(steps(loader, batch_size=4, effective_batch_size=10)) == 2
+        assert seen + self.trained(loader) == self.walked(self.chosen(0))
+
+    def chosen(self, epoch: int) -> DataLoader[Any]:
+        loader = self.loader()
+        loader.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+        return loader
+
+    @staticmethod
+    def trained(loader: DataLoader[Any], most: int | None = None) -> list[int]:
+        weight = torch.ones(1, requires_grad=True)
+        optimizer, seen = torch.optim.SGD([weight], lr=0.1), []
+        for step in itertools.islice(steps(loader, batch_size=4, effective_batch_size=10), most):
+            for (batch,) in step:
+                seen += batch.tolist()
+                step.backward(weight.square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
 
     def test_one_that_is_left_after_its_last_step_has_ended(self) -> None:
         loader, chosen = self.loader(), self.loader()
@@ -331,6 +363,75 @@ class TestMistakes:
                     step.backward(torch.nn.functional.mse_loss(model(inputs), targets))
                     if when == "after the backward":
                         module.zero_grad()
+
+    @pytest.mark.parametrize("split", [None, (3, 1)])
+    @pytest.mark.parametrize("what", ["zero_grad", "fused step", "step of the body"])
+    def test_zeroed_gradients_and_updates_that_change_no_version(
+        self, split: tuple[int, int] | None, what: str
+    ) -> None:
+        """A gradient that is set to zero is not None, and fused optimizers do not change a tensor's version."""
+        module = make_model()
+        model = module if split is None else BalancedDataParallel(None, module, ["cpu", "cpu"], split=split)
+        fused = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+        body = torch.optim.SGD(module[0].parameters(), lr=0.1)  # type: ignore[index]
+        within = {"zero_grad": lambda: module.zero_grad(set_to_none=False), "fused step": fused.step}
+        with raises(InputError, "parameters were changed" if "step" in what else "gradients were set to zero"):
+            for step in self.make():
+                for _, inputs, targets in step:
+                    step.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+                    within.get(what, body.step)()
+
+    def test_another_optimizer_may_step(self) -> None:
+        """A probe on the features of the model is trained with each micro-batch."""
+        model, probe = make_model(), torch.nn.Linear(7, 1).double()
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, probe)]
+        for step in self.make():
+            for _, inputs, targets in step:
+                step.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+                with torch.no_grad():
+                    features = model[:2](inputs)  # type: ignore[index]
+                torch.nn.functional.mse_loss(probe(features), targets).backward()
+                optimizers[1].step()
+                optimizers[1].zero_grad()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+
+    def test_a_loop_that_does_not_ask_for_the_end(self) -> None:
+        """The sampler never counted the step, so each epoch had the same order. Ranks never averaged the gradients."""
+        made = self.make()
+        step = next(made)
+        for _, _ in zip(range(len(step)), step):  # noqa: B905
+            step.backward(self.LOSS)
+        with raises(InputError, "strict=True"):
+            next(made)
+
+    def test_two_steps_side_by_side(self) -> None:
+        """FixMatch draws labelled and unlabelled batches. The second loader stayed at its first epoch."""
+        first, second = sampled_loader(4, 10), sampled_loader(4, 10)
+        weight = torch.ones((), requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        walks = [steps(loader, batch_size=4, effective_batch_size=10) for loader in (first, second)]
+        for pair in zip(*walks, strict=True):
+            for _ in zip(*pair, strict=True):
+                for step in pair:
+                    step.backward(weight.square())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [loader.batch_sampler.samples_consumed for loader in (first, second)] == [23, 23]  # type: ignore[union-attr]
+
+    @pytest.mark.parametrize("loss", [0.5, torch.ones(3, requires_grad=True)])
+    def test_a_loss_that_is_not_one_number(self, loss: Any) -> None:
+        step = next(self.make())
+        next(iter(step))
+        with raises(InputError):
+            step.backward(loss)
+
+    def test_a_loader_whose_batches_change_places(self) -> None:
+        """The weights of the schedule went to batches of other sizes."""
+        loader = sampled_loader(4, 10, num_workers=1)
+        loader.in_order = False  # type: ignore[attr-defined]  # an argument since torch 2.6
+        with raises(InputError, "in_order"):
+            next(steps(loader, batch_size=4, effective_batch_size=10))
 
     def test_an_inner_loop_left_early(self) -> None:
         made = self.make()

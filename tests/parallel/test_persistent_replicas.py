@@ -263,6 +263,22 @@ class TestUsersLoops:
                 mean_loss(wrapped(torch.cat(batches))).backward()
         assert_same_gradients(module, reference)
 
+    def test_a_hook_that_is_new_sees_the_gradients_of_all_devices(self):
+        """Replicas that were kept before the hook did not run it, so rows that it masks were trained."""
+
+        def train(model, module, within):
+            for number in range(2):
+                if number:
+                    module[0].weight.register_hook(lambda gradient: gradient * 0)
+                with within():
+                    mean_loss(model(batches[0])).backward()
+                mean_loss(model(batches[1])).backward()
+                if not number:
+                    module.zero_grad()
+
+        batches = batches_of(16, 16)
+        assert_as_plain(train)
+
     def test_frozen_for_a_second_forward(self):
         """A leaf frozen between forward and backward lost its gradient."""
         batches = batches_of(16, 16, 16, 16)

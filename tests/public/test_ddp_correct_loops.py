@@ -6,6 +6,9 @@ one process trains the same model on whole batches, for comparison.
 
 from __future__ import annotations
 
+import gc
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
 from autosplit import ddp
 
@@ -227,7 +230,97 @@ class Batches(IterableDataset):
         yield from self.loader
 
 
+class Trainer:
+    """A trainer with a hook on its model, and so in a reference cycle with it."""
+
+    def __init__(self, ctx: ddp.Context) -> None:
+        net = Net()
+        net.body.register_forward_hook(self.keep)
+        self.model = ctx.wrap(net)
+
+    def keep(self, _module: nn.Module, _inputs: Any, outputs: Tensor) -> None:
+        self.features = outputs.detach()
+
+
+def after_a_fold() -> Tensor:
+    """Train two folds. Only rank 0 collects the first trainer, as Python's collector may do."""
+    with job() as ctx:
+        train(ctx, Trainer(ctx).model)
+        if ctx.rank == 0:
+            gc.collect()
+        trainer = Trainer(ctx)
+        train(ctx, trainer.model)
+        return weights_of(trainer.model)
+
+
+def without_steps() -> list[str]:
+    """Train with the loader alone. Return the warnings."""
+    with ddp.setup(make_plan((7, 1), 8), timeout_s=60) as ctx, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = ctx.wrap(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for inputs, labels in ctx.loader(DATA):
+            usual_loss(model, inputs, labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [str(one.message) for one in caught]
+
+
+class HardestFirst(Sampler[int]):
+    """A sampler by losses, which each rank has only of its own samples."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(range(NUM_SAMPLES), key=lambda number: number % (2 + self.rank)))
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+def with_own_order() -> str:
+    with job() as ctx:
+        loader = ctx.loader(DataLoader(DATA, batch_size=4, sampler=HardestFirst(ctx.rank)))
+        with pytest.raises(InputError) as caught:
+            next(ctx.steps(loader))
+    return str(caught.value)
+
+
+def frozen_at_the_end() -> Tensor:
+    """Train with `on_oom="cut"`. The model is frozen between its backward and its update, as a discriminator."""
+    with job() as ctx:
+        model = ctx.wrap(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(EPOCHS):
+            for step in ctx.steps(DataLoader(DATA, batch_sampler=ctx.batch_sampler(NUM_SAMPLES)), on_oom="cut"):
+                for inputs, labels in step:
+                    model.requires_grad_(True)
+                    with step.attempt():
+                        step.backward(usual_loss(model, inputs, labels))
+                    model.requires_grad_(False)
+                optimizer.step()
+                optimizer.zero_grad()
+        return weights_of(model)
+
+
+def first_batch_after_it_was_used() -> bool:
+    """Return whether the first batch is still in memory."""
+    with job() as ctx:
+        model = ctx.wrap(Net())
+        inputs = INPUTS.clone()
+        model(inputs).sum().backward()
+        reference = weakref.ref(inputs)
+        del inputs
+        return reference() is not None
+
+
 SCENARIOS: dict[str, Callable[[], Any]] = {
+    "fold": after_a_fold,
+    "without steps": without_steps,
+    "own order": with_own_order,
+    "frozen": frozen_at_the_end,
+    "first batch": first_batch_after_it_was_used,
     **{how: lambda how=how: trained(how) for how in LOOPS},
     **{how: lambda how=how: unsynchronised(how) for how in UNSYNCHRONISED},
     "ignored": with_ignored_parameters,
@@ -264,6 +357,36 @@ def test_one_rank_may_evaluate_after_eval_of_the_inner_model(ranks):
     """gloo killed a rank, because rank 0 alone broadcast its buffers: pytorch #54059, open_clip #1152."""
     first, second = found_by(ranks, "evaluation")
     assert torch.equal(first, second)
+
+
+def test_a_model_of_an_earlier_loop_does_not_matter(ranks):
+    """The garbage collector had freed it on one rank only, so the names of all gradients differed."""
+    expected = trained_alone(Net(), usual_loss)
+    for found in found_by(ranks, "fold"):
+        assert (found - expected).abs().max() < EXACT
+
+
+def test_a_loop_without_steps_is_warned_of_if_ranks_are_unequal(ranks):
+    """DDP averages the means of 7 samples and of 1 sample. With one forward per step, nothing was said."""
+    for texts in found_by(ranks, "without steps"):
+        assert any("have 7, 1 samples of a micro-batch" in text for text in texts)
+
+
+def test_a_sampler_with_another_order_on_each_rank_is_refused(ranks):
+    """The ranks trained some samples twice and others never."""
+    assert all("digest of the order" in text for text in found_by(ranks, "own order"))
+
+
+def test_gradients_of_a_frozen_model_are_averaged(ranks):
+    """With `on_oom="cut"`, the averaging looked for parameters that require gradients, and found none."""
+    expected = trained_alone(Net(), usual_loss)
+    for found in found_by(ranks, "frozen"):
+        assert (found - expected).abs().max() < EXACT
+
+
+def test_the_first_batch_is_freed(ranks):
+    """Before Python 3.13, reading the variables of the callers kept them in memory while the training ran."""
+    assert found_by(ranks, "first batch") == [False, False]
 
 
 @pytest.mark.parametrize("how", UNSYNCHRONISED)
