@@ -206,7 +206,7 @@ def batches_made() -> int:
         given = workload(make_batch=make)
         worker = CpuWorker(job.devices, job.capacities_bytes, training_copy(given, device=job.device), 64)
         steps = RankSteps(given, worker, job.device, job.peers, backend="gloo", options=DdpOptions().keywords())
-        steps._dry = lambda _sizes: made.clear() or 0  # makes its own batch
+        steps._dry_peak_bytes = lambda _sizes: made.clear() or 0  # makes its own batch
         steps.measured([4, 3], budget_s=0.1)
         steps.close()
     return len(made)
