@@ -38,14 +38,15 @@ _LOSS_IN_OUTPUTS = {"attribute": ".loss", "item": '["loss"]', "first": "[0]", "s
 def paste_lines(plan: Plan, origin: Origin = UNSAVED) -> tuple[str, ...]:
     """Return the lines that use a plan: Python for real devices, a command for simulated devices.
 
-    The Python code expects `model`, `optimizer`, `loss_fn` and `loader`, the DataLoader of the user's script.
+    The Python code expects `model`, `optimizer`, `loss_fn` and `loader`, the DataLoader of the user's script. It begins
+    with a comment that names the objects which it expects.
     """
     if plan.simulated:
         return (_command_of(plan, origin),)
     if plan.recommended.strategy == "ddp" and len(plan.devices) > 1:
         return _ranks_lines(plan, origin)
     return (
-        _given(plan),
+        _requirements_line(plan),
         *_imports(plan, "autosplit"),
         "",
         *([] if origin.saved_as else ['# First save the plan: plan.save("plan.json")']),
@@ -56,13 +57,14 @@ def paste_lines(plan: Plan, origin: Origin = UNSAVED) -> tuple[str, ...]:
     )
 
 
-def _given(plan: Plan) -> str:
-    more = " and loader" if plan.lengths is None else ", dataset, lengths and pad"
+def _requirements_line(plan: Plan) -> str:
+    """Return a comment that names the objects that the user's script must define."""
+    loader = " and loader" if plan.lengths is None else ", dataset, lengths and pad"
     loss_from = _loss_from(plan)
     loss = "" if loss_from == "output" else f", {loss_from}"
     loss += ", class_weights" if "class_weights" in count_of(plan) else ""
     one_by_one = ". Wrap several models one by one." if loss_from == "step" else ""
-    return f"# Your script defines model, optimizer{loss}{more}{one_by_one}"
+    return f"# Your script defines model, optimizer{loss}{loader}{one_by_one}"
 
 
 def _loss_from(plan: Plan) -> str:
@@ -200,7 +202,7 @@ def _command_again(plan: Plan) -> str:
 def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
     given = "" if origin.saved_as is None else f" --plan {shlex.quote(origin.saved_as)}"
     return (
-        _given(plan),
+        _requirements_line(plan),
         *_imports(plan, "autosplit.ddp"),
         "",
         f"# Start train.py with: python -m autosplit launch{given} train.py",

@@ -25,7 +25,7 @@ from autosplit.text import listed
 
 _SHOWN = 5
 """The number of names that an error message lists at most."""
-_NEWER = frozenset(("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"))
+_NEWER_OPTIONS = frozenset(("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"))
 """Options that newer torch versions added to several optimizers. Older states lack them."""
 
 
@@ -76,9 +76,9 @@ def fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
     difference = None
     if isinstance(part, nn.Module):
         state = matching_state_dict(part, state)
-        difference = _other_model(part, state)
+        difference = _model_difference(part, state)
     elif isinstance(part, torch.optim.Optimizer):
-        difference = _other_optimizer(part, state)
+        difference = _optimizer_difference(part, state)
     elif isinstance(part, ScheduledBatchSampler):
         part.check_state_dict(state)
     elif isinstance(part, torch.amp.GradScaler | torch.optim.lr_scheduler.LRScheduler):
@@ -93,7 +93,7 @@ def fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
     return state
 
 
-def _other_model(module: nn.Module, state: Mapping[str, Any]) -> str | None:
+def _model_difference(module: nn.Module, state: Mapping[str, Any]) -> str | None:
     own = module.state_dict(keep_vars=True)
     shapes = {key: value.shape for key, value in own.items() if isinstance(value, Tensor)}
     given = {key: value.shape for key, value in state.items() if isinstance(value, Tensor)}
@@ -110,23 +110,33 @@ def _other_model(module: nn.Module, state: Mapping[str, Any]) -> str | None:
     return f"the state of another model. {found[0]}" if found else None
 
 
-def _other_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> str | None:
-    groups = state.get("param_groups") if isinstance(state, Mapping) else None
-    own = [len(group["params"]) for group in optimizer.param_groups]
-    theirs = None if groups is None else [len(group["params"]) for group in groups]
-    if groups is None or own != theirs:
+def _optimizer_difference(optimizer: torch.optim.Optimizer, state: Any) -> str | None:
+    """Describe why a state does not fit an optimizer, as the end of an error message. None if it fits."""
+    if not _is_optimizer_state(state):
+        return f"a {type(state).__name__} without an optimizer's state and param_groups"
+    saved, groups = state["state"], state["param_groups"]
+    own, theirs = ([len(group.get("params", ())) for group in some] for some in (optimizer.param_groups, groups))
+    if own != theirs:
         return f"the state of another optimizer. Its groups have {theirs} parameters. Expected {own}"
     for number, (group, ours) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-        found = [f"lacks {key}" for key in optimizer.defaults if key not in {*group, *_NEWER}]
-        for key, parameter in zip(group["params"], ours["params"], strict=True):
-            found = found or _other_tensors(optimizer, group, key, parameter, state["state"].get(key, {}))
+        found = [f"lacks {key}" for key in optimizer.defaults if key not in {*group, *_NEWER_OPTIONS}]
+        for key, parameter in zip(group.get("params", ()), ours["params"], strict=True):
+            if not found:  # report only the first difference
+                found = _tensor_differences(optimizer, group, key, parameter, saved.get(key, {}))
         if found:
             needed = type(optimizer).__name__
             return f"the state of another optimizer. Its group {number} {found[0]}. Expected the state of a {needed}"
     return None
 
 
-def _other_tensors(
+def _is_optimizer_state(state: Any) -> bool:
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        return False
+    groups = state.get("param_groups")
+    return isinstance(groups, list | tuple) and all(isinstance(group, Mapping) for group in groups)
+
+
+def _tensor_differences(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], key: Any, parameter: Tensor, saved: Mapping[str, Any]
 ) -> list[str]:
     """Compare a parameter's state with the state that torch's optimizer creates in a step with the group's options.

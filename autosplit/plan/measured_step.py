@@ -13,7 +13,7 @@ from autosplit.solve.memory import MemoryParts
 from autosplit.solve.split import limits_of
 from autosplit.text import counted_text, listed, ms_text, rate_text
 
-Without = tuple[What, "str | None", float]
+ChangedTime = tuple[What, "str | None", float]
 """A change (as in `Bound`), its device (None for all devices), and the time of the step with this change in seconds."""
 
 
@@ -99,7 +99,7 @@ def checked_split(split: int | Sequence[int], labels: Sequence[str]) -> tuple[in
     return shares
 
 
-def bounds_of(step_s: float, samples: int, without: Iterable[Without]) -> tuple[Bound, ...]:
+def bounds_of(step_s: float, samples: int, without: Iterable[ChangedTime]) -> tuple[Bound, ...]:
     """Convert a step's times on hypothetical machines into bounds, the largest gain first."""
     gains = [Bound(what, device, samples / seconds, step_s / seconds) for what, device, seconds in without if seconds]
     return tuple(sorted((bound for bound in gains if bound.gain > 1 + BINDING_SHARE), key=lambda bound: -bound.gain))
@@ -107,7 +107,7 @@ def bounds_of(step_s: float, samples: int, without: Iterable[Without]) -> tuple[
 
 def faster_devices(
     labels: Sequence[str], step_s: float, seconds: Callable[[Sequence[int]], float]
-) -> Iterator[Without]:
+) -> Iterator[ChangedTime]:
     """Yield the time of the step in seconds, with each device twice as fast.
 
     If no single faster device gains anything, also yield the time with all devices twice as fast.

@@ -23,7 +23,7 @@ def upgraded(text: str | bytes, version: int) -> bytes:
         plain = msgspec.json.decode(text)
         return msgspec.json.encode(_with_layouts(_with_kinds(plain) if version == 1 else plain))
     except msgspec.DecodeError:
-        raise
+        raise  # a ValueError, which the next clause would catch
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise msgspec.ValidationError(f"its schema_version {version} is incomplete: {reason}") from None

@@ -1,4 +1,4 @@
-"""Detect a model whose size differs from the model of the plan."""
+"""Detect a model that is already wrapped, or whose size differs from the model of the plan."""
 
 from __future__ import annotations
 

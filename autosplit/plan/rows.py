@@ -269,7 +269,7 @@ def _other(plan: PlanRecord, explanation: Explanation) -> tuple[str, tuple[str, 
 
 
 def _rank_lines(plan: PlanRecord) -> Iterator[str]:
-    """Yield a line for each group of equal ranks, and the throughput. For a single device, yield nothing."""
+    """Yield a line for each run of equal ranks, then the throughput. Without DDP, yield the reason, if any."""
     ddp = plan.ddp
     if len(plan.devices) == 1:
         return

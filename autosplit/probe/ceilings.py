@@ -86,7 +86,7 @@ def ceiling_of(
     elif limit == "memory" and prober.out_of_time and corrected(found + 1) <= capacity_bytes:
         limit = "time"
     known = ran if prober.evidence == "steps" else {**counted.known, **ran}
-    return _made(
+    return _logged_ceiling(
         *(prober, index, role, found, limit, predict),
         peak_bytes=ran.get(found) or (int(predict(found)) if found else 0),
         steps=prober.steps - steps,
@@ -143,7 +143,7 @@ def ceiling_by_time(prober: Prober, needed: int = 0, role: Role = "primary") -> 
     if not points:
         raise does_not_fit(prober, 0)
     predicted = {size: prober.predicted(shape_of(size))[0] for size, _ in points}
-    return TimeCurve.of(points), _made(
+    return TimeCurve.of(points), _logged_ceiling(
         *(prober, 0, role, points[-1][0], limit, lambda size: prober.predicted(shape_of(size))[0]),
         peak_bytes=predicted[points[-1][0]],
         steps=prober.steps - steps,
@@ -157,7 +157,7 @@ def _stops_paying(points: list[tuple[int, float]]) -> bool:
     return len(rates) > 2 and max(rates[-2:]) < (1 + KNEE_GAIN) * max(rates[:-2])
 
 
-def _made(
+def _logged_ceiling(
     prober: Prober,
     index: int,
     role: Role,

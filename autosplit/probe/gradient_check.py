@@ -26,6 +26,7 @@ from autosplit.probe.gradient_runs import TooDearError
 from autosplit.rng import preserved_rng
 from autosplit.runtime.live_tensors import untouched
 from autosplit.runtime.prepare import build, workload_source
+from autosplit.text import size_text
 from autosplit.torch_versions import FakeTensor
 from autosplit.workload.batch_layout import read_batch
 from autosplit.workload.tree import tensors_of
@@ -211,11 +212,12 @@ def _affordable_samples(workload: Workload, batch: Any) -> int:
         copy = begin(workload, part, closing, limit_s=COLD_S).copy
         if copy.seconds * total > PASS_S * few:  # a busy machine, or a cold start
             copy.whole(limit_s=WARM_S)
+    # Gradients may take another quarter (`_refuse_unaffordable`), and `saved_bytes` has only what autograd saves.
     room_bytes = available_host_bytes() / 4
     by_time, by_memory = PASS_S / max(copy.seconds, 1e-9), room_bytes / max(copy.saved_bytes, 1)
     affordable = int(few * min(by_time, by_memory))
     if affordable >= total:
         return total
     if by_memory < 1:
-        raise TooDearError(f"{few} samples take {copy.saved_bytes / 2**30:.1f} GiB between forward and backward")
+        raise TooDearError(f"{few} samples take {size_text(copy.saved_bytes)} between forward and backward")
     return max(few, affordable)

@@ -16,7 +16,7 @@ import torch
 from autosplit.errors import AutosplitError, NotFiniteError, WorkloadError, from_user_code, one_line
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDearError, relative
-from autosplit.probe.loss_rule import Rule, by_samples, mixed, reduction_of, rule_of, unseen_rule
+from autosplit.probe.loss_rule import Rule, by_samples, mixed, reduction_of, rule_for_other_batches, rule_of
 from autosplit.runtime.live_tensors import saved_values
 from autosplit.torch_versions import BATCH_NORMS, NORMS
 from autosplit.workload.batch_layout import read_batch
@@ -216,7 +216,7 @@ class Comparison:
 
     def _unseen(self, found: _Differences) -> Iterator[Check]:
         """Yield the check of a loss whose divisor is equal in the two micro-batches of this sample batch."""
-        rule = unseen_rule(self.copy) if self.accumulates else None
+        rule = rule_for_other_batches(self.copy) if self.accumulates else None
         if rule is not None:
             yield Check("loss", *found.figures, depends=False, advice=_count_advice(rule), count=rule.count)
 

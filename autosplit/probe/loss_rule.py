@@ -108,10 +108,11 @@ def _expression(copy: QuietCopy, mean: LabelMean) -> str:
     return f"float({'loss_fn.weight' if is_given else 'class_weights'}[{labels}[{condition}]].sum())"
 
 
-def unseen_rule(copy: QuietCopy) -> Rule | None:
-    """Return the unit of a cross entropy with class weights or with its own `ignore_index`. None for other losses.
+def rule_for_other_batches(copy: QuietCopy) -> Rule | None:
+    """Return the rule of a mean cross entropy with class weights or its own `ignore_index`. None for other losses.
 
-    The micro-batches of the sample batch may have equal counts by chance. Other batches have other labels.
+    In the sample batch, both micro-batches may have the same divisor by chance. Their gradients then show no error, but
+    other batches need the rule.
     """
     special = [mean for mean in copy.label_means if mean.is_special and mean.is_mean]
     if copy.workload.loss_reduction != "mean" or not special:

@@ -185,15 +185,15 @@ class Prober:
             _log.info("timed %s: %s, plus or minus %s, in %d repeats", shape, *figures)
         return self._measured[shape]
 
-    def micro_seconds(self, shape: StepShape, *, budget_s: float) -> float:
-        """Return the time of a step of one micro-step in seconds, without its optimizer."""
+    def seconds_without_update(self, shape: StepShape, *, budget_s: float) -> float:
+        """Return the time of a step in seconds, without its optimizer."""
         measured = self.measured(shape, budget_s=budget_s)
         return max(1e-9, measured.seconds - measured.update_s)
 
     def rank_seconds(self, index: int, samples: int, *, budget_s: float) -> float:
         """Return the time of a micro-step of one device as a DDP rank, in seconds."""
         self.report(f"timing {samples} sample{'s' * (samples > 1)} on {self.worker.devices[index].label}")
-        return self.micro_seconds(self.shapes(index, "rank", (), False)(samples), budget_s=budget_s)
+        return self.seconds_without_update(self.shapes(index, "rank", (), False)(samples), budget_s=budget_s)
 
     def update_seconds(self) -> float:
         """Return the optimizer's time in seconds, from the timed steps. It does not depend on the batch."""
@@ -219,7 +219,7 @@ class Prober:
             once_s = min(copies_s, (timed.seconds - timed.update_s) / 2)
             last_s = micro_s = (timed.seconds - timed.update_s - once_s) / len(begin.splits)
             if splits[-1] != splits[0]:
-                last_s = self.micro_seconds(StepShape((splits[-1],)), budget_s=budget_s)
+                last_s = self.seconds_without_update(StepShape((splits[-1],)), budget_s=budget_s)
                 last_s = max(0.0, last_s - once_s) if any(splits[-1][1:]) else last_s
             seconds = once_s + micro_s * (len(splits) - 1) + last_s + timed.update_s
             error_s = timed.error_s * seconds / timed.seconds
@@ -285,7 +285,7 @@ def timed_sizes(prober: Prober, index: int, ceiling: int, *, role: Role, budget_
             break
         prober.report(f"timing {n} sample{'s' * (n > 1)} on {prober.worker.devices[index].label}")
         try:
-            seconds = prober.micro_seconds(shape_of(n), budget_s=budget_s)
+            seconds = prober.seconds_without_update(shape_of(n), budget_s=budget_s)
         except OutOfMemoryError as error:
             lacking = error
             continue

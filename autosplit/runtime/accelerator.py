@@ -30,7 +30,7 @@ from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import Facts, Measurement, StepMemory, StepShape
 from autosplit.runtime.small_steps import GradientsSeen, facts_of, few_samples, least_batch_of, small_step
 from autosplit.runtime.timing import timed
-from autosplit.runtime.tracked_step import bucket_bytes, gradients_in, views_buckets, wrapper_for
+from autosplit.runtime.tracked_step import bucket_bytes, gradients_are_views, move_gradients_into, wrapper_for
 from autosplit.runtime.trainee import Trainee
 from autosplit.solve.memory import MemoryParts
 from autosplit.workload.tree import map_tensors
@@ -103,7 +103,9 @@ class AcceleratorWorker:
         now = [with_free_memory(device) for device in self.devices]
         rooms = [device.capacity_bytes - kept for device, kept in zip(now, self._reserved_bytes, strict=True)]
         own = [own_limit_bytes(self._backend, gpu) for gpu in self._gpus]
-        return twinned(self.devices, [max(0, min(limits)) for limits in zip(self._most_bytes, rooms, own, strict=True)])
+        return equalize_capacities(
+            self.devices, [max(0, min(limits)) for limits in zip(self._most_bytes, rooms, own, strict=True)]
+        )
 
     def ask(self, function: Callable[[Workload], T]) -> T:
         """Call a function on the workload."""
@@ -152,7 +154,7 @@ class AcceleratorWorker:
         known = self._held_bytes
         if shape.arrangement == "eval":
             return (MemoryParts(known["parameters"], 0, 0, 0, 0),) * len(self.devices)
-        copies = 2 if shape.num_ranks > 1 and not views_buckets(shape) else 1  # gradients, and DDP's buckets
+        copies = 2 if shape.num_ranks > 1 and not gradients_are_views(shape) else 1  # gradients, and DDP's buckets
         first = MemoryParts(known["parameters"], copies * known["gradients"], known["optimizer"], 0, 0)
         others = first if shape.alone else replace(first, optimizer_bytes=0)
         return (first, *(others for _ in self.devices[1:]))
@@ -303,9 +305,9 @@ class AcceleratorWorker:
                 trainee.begin_state()
                 trainee.evaluate(models, batches[0])
             else:
-                views = buckets is not None and views_buckets(shape)
+                views = buckets is not None and gradients_are_views(shape)
                 try:
-                    with gradients_in(buckets, trainee) if views else nullcontext():  # type: ignore[arg-type]
+                    with move_gradients_into(buckets, trainee) if views else nullcontext():  # type: ignore[arg-type]
                         trainee.step(models, batches, sizes, mark, updates=shape.updates)
                 except BaseException:
                     for wrapper in models.modules:
@@ -380,8 +382,11 @@ def pinned(tensor: Tensor, kind: str) -> Tensor:
     return tensor if stays else tensor.pin_memory()
 
 
-def twinned(devices: Sequence[Device], capacities_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Give equal GPUs the same capacity, because otherwise a GPU with a display would be probed separately."""
+def equalize_capacities(devices: Sequence[Device], capacities_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Give GPUs of one model the smallest of their capacities if these differ by at most `TWINS_WITHIN`.
+
+    Otherwise a GPU with a display would be probed separately.
+    """
     found = list(capacities_bytes)
     for index in sorted(range(len(devices)), key=lambda index: capacities_bytes[index]):
         found[index] = min(

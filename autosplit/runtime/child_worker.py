@@ -77,14 +77,15 @@ class ChildWorker:
         self.devices = devices
         self.steps = 0
         self._deadline_s = deadline_s
-        self._longest_s = 0.0
-        self._answered = False
-        self._hung = 0
-        self._is_new = True
+        self._longest_s = 0.0  # of the calls that returned
+        self._answered = False  # whether a call ever returned or raised an error of the worker
+        self._hung = 0  # number of calls that reached their time limit
+        self._is_new = True  # whether no call of this process has returned
         self._capacities_bytes: tuple[int, ...] | None = None
+        # The cause of each lost process, by method, step and arguments. Such a call is not repeated.
         self._deadly: dict[tuple[str, StepShape, tuple[StepShape, ...]], str] = {}
         self._make = make
-        self._most_few = MOST_FEW
+        self._most_few = MOST_FEW  # halved if a step of few samples kills the process
         self._child = self._started()
 
     def _started(self) -> Child:
@@ -184,6 +185,10 @@ class ChildWorker:
             self._child = self._started()
 
     def _call(self, name: str, step: StepShape, *args: StepShape, **options: float) -> Any:
+        """Call a method of the worker in the child with `args`.
+
+        `step` is the step that the method runs. It names a lost process, and `args` may lack it.
+        """
         # Do not repeat a step that killed a process.
         known = self._deadly.get((name, step, args))
         if known is not None:

@@ -28,28 +28,27 @@ MOST_LOOKED_AT = 10_000
 
 @contextmanager
 def untouched(workload: Workload) -> Iterator[None]:
-    """Restore gradients and buffers of the live model and of modules and tensors that the workload's functions use.
+    """Restore the gradients of the live model, and the gradients and buffers of what the workload's functions use.
 
     Also restore the attributes of modules and other objects that have tensors. Items of lists stay changed.
 
     Gradients are removed during the step, because a backward adds to them in place.
     """
-    from autosplit.parallel.replicate import moving_buffers  # a stored plan runs no step
-
     reached = list(_reached(workload))
     modules = [one for one in reached if isinstance(one, nn.Module)]
     tensors: list[Tensor] = [p for module in (*modules_of(workload), *modules) for p in module.parameters()]
     tensors += [one for one in reached if isinstance(one, Tensor) and one.is_leaf]
     gradients = {id(tensor): (tensor, tensor.grad) for tensor in tensors if tensor.requires_grad}
-    attributes = [(held, dict(held)) for held in _attributes(reached)]
-    moving = [buffer for module in modules for _, _, buffer in moving_buffers(module)]
+    attributes = [(attributes_dict, dict(attributes_dict)) for attributes_dict in _attributes(reached)]
+    moving = [buffer for module in modules for buffer in module.buffers() if not buffer.requires_grad]
     moving += [
         value
         for _, before in attributes
         for value in before.values()
         if isinstance(value, Tensor) and not value.requires_grad
     ]
-    buffers = [(one, one.clone()) for one in moving if not one.is_meta and not isinstance(one, FakeTensor)]
+    unique = {id(one): one for one in moving if not one.is_meta and not isinstance(one, FakeTensor)}.values()
+    buffers = [(one, one.clone()) for one in unique]
     for tensor, gradient in gradients.values():
         if gradient is not None:
             tensor.grad = None
@@ -57,9 +56,9 @@ def untouched(workload: Workload) -> Iterator[None]:
         yield
     finally:
         with held_interrupts(), torch.no_grad():
-            for held, values in attributes:
-                held.clear()
-                held.update(values)
+            for attributes_dict, values in attributes:
+                attributes_dict.clear()
+                attributes_dict.update(values)
             for tensor, gradient in gradients.values():
                 if tensor.grad is not gradient:
                     tensor.grad = gradient
@@ -70,12 +69,10 @@ def untouched(workload: Workload) -> Iterator[None]:
 
 def saved_values(workload: Workload) -> list[Tensor]:
     """Return copies of the tensors that the workload's functions keep in buffers and other attributes."""
-    return [
-        value.detach().clone()
-        for held in _attributes([*_reached(workload)])
-        for value in held.values()
-        if isinstance(value, Tensor)
-    ]
+    reached = list(_reached(workload))
+    buffers = [buffer for one in reached if isinstance(one, nn.Module) for buffer in one.buffers()]
+    values = [value for attributes_dict in _attributes(reached) for value in attributes_dict.values()]
+    return [value.detach().clone() for value in (*buffers, *values) if isinstance(value, Tensor)]
 
 
 def _attributes(reached: Iterable[Any]) -> Iterator[dict[str, Any]]:
@@ -83,7 +80,9 @@ def _attributes(reached: Iterable[Any]) -> Iterator[dict[str, Any]]:
     parts = {id(part): part for one in reached for part in (one.modules() if isinstance(one, nn.Module) else (one,))}
     for part in parts.values():
         attributes = {} if isinstance(part, (Tensor, type)) else getattr(part, "__dict__", {})
-        buffers = attributes.get("_buffers") or {}
+        buffers = attributes.get("_buffers")
+        if not isinstance(buffers, dict):  # TorchScript keeps buffers in C++, in an object without `clear`
+            buffers = {}
         if any(isinstance(value, Tensor) for value in (*attributes.values(), *buffers.values())):
             yield attributes
         if buffers:

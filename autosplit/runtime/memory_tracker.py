@@ -137,7 +137,8 @@ class Tracker(TorchDispatchMode, Placement):
         assert self._token is not None
         ACTIVE.reset(self._token)
         self._token = None
-        self._held.clear()  # with the references, so that a storage that the user keeps does not call this tracker
+        # Drop the weak references. Otherwise storages that outlive the step would call `_release` when they are freed.
+        self._held.clear()
 
     def classify(self, tensor: Tensor, kind: Kind) -> None:
         """Set the kind of a tensor's storage. Ignore tensors that are not tracked."""

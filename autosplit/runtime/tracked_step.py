@@ -58,7 +58,7 @@ def _trainable(trainee: Trainee) -> list[nn.Parameter]:
     return [p for module in trainee.models.modules for p in module.parameters() if p.requires_grad]
 
 
-def views_buckets(shape: StepShape) -> bool:
+def gradients_are_views(shape: StepShape) -> bool:
     """Return whether a rank's gradients are views of DDP's buckets (`DdpOptions.gradient_as_bucket_view`).
 
     DDP creates the views in the backward that synchronises. Gradients of earlier micro-steps are separate tensors
@@ -68,7 +68,7 @@ def views_buckets(shape: StepShape) -> bool:
 
 
 @contextmanager
-def gradients_in(buckets: Tensor, trainee: Trainee) -> Iterator[None]:
+def move_gradients_into(buckets: Tensor, trainee: Trainee) -> Iterator[None]:
     """Copy each gradient into DDP's buckets when it arrives, and make it a view of them (`bucket_bytes` bytes)."""
     start = 0
     with ExitStack() as hooks:
@@ -121,7 +121,7 @@ def run_placed(
                 # If only one micro-step of an accumulating step runs, double the total, so that its loss gets a partial
                 # weight.
                 total = 2 * sum(sizes) if shape.accumulates else None
-                with _buckets(shape, trainee, tracker):
+                with _ddp_buckets(shape, trainee, tracker):
                     if evaluates:
                         trainee.evaluate(models, batches[0])
                     else:
@@ -210,14 +210,15 @@ def _left_by(trainee: Trainee, tracker: Tracker) -> Left:
 
 
 @contextmanager
-def _buckets(shape: StepShape, trainee: Trainee, tracker: Tracker) -> Iterator[None]:
+def _ddp_buckets(shape: StepShape, trainee: Trainee, tracker: Tracker) -> Iterator[None]:
+    """Charge device 0 for DDP's gradient buckets while a step runs. A single rank has none."""
     if shape.num_ranks == 1:
         yield
         return
     buckets = torch.empty(bucket_bytes(trainee), dtype=torch.uint8, device=trainee.parameters()[0].device)
     tracker.adopt(buckets, 0)
     tracker.classify(buckets, "gradients")
-    with gradients_in(buckets, trainee) if views_buckets(shape) else nullcontext():
+    with move_gradients_into(buckets, trainee) if gradients_are_views(shape) else nullcontext():
         yield
 
 

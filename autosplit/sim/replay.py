@@ -21,7 +21,7 @@ from autosplit.devices.device import Device
 from autosplit.devices.transfer import HOST
 from autosplit.runtime.memory_tracker import rounded
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.tracked_step import bucket_bytes, views_buckets
+from autosplit.runtime.tracked_step import bucket_bytes, gradients_are_views
 from autosplit.sim.affine_traces import AffineTraces
 from autosplit.sim.allocator_settings import AllocatorSettings
 from autosplit.sim.clocks import Clocks
@@ -197,7 +197,7 @@ class WholeStep:
         # Tracing real tensors takes as long as a step. So trace one variant, and add the size of DDP's buckets to its
         # peak.
         self._in_buckets = (
-            shape.arrangement == "rank" and views_buckets(shape) and isinstance(tracer.trainee, FakeTrainee)
+            shape.arrangement == "rank" and gradients_are_views(shape) and isinstance(tracer.trainee, FakeTrainee)
         )
 
     def devices(self) -> list[TracedDevice | None]:

@@ -14,7 +14,7 @@ from autosplit.devices.catalog import GpuSpec
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.compute_explanation import base_of
 from autosplit.plan.explanation import BINDING_SHARE, Changed, WhatIf
-from autosplit.plan.measured_step import Without, faster_devices
+from autosplit.plan.measured_step import ChangedTime, faster_devices
 from autosplit.plan.record import PlanRecord
 from autosplit.plan.solve_again import problem_of
 from autosplit.plan.what_ifs import FASTER, GIB, Relaxed, RemovableCost, relaxations, what_ifs_of
@@ -91,7 +91,7 @@ def simulated_what_ifs(
     return tuple(found)
 
 
-def simulated_without(worker: SimulatedWorker, shape: StepShape) -> Iterator[Without]:
+def simulated_without(worker: SimulatedWorker, shape: StepShape) -> Iterator[ChangedTime]:
     """Simulate one step on machines that each lack one time cost. The split stays the same."""
     measured = worker.measure(shape)
     labels = [device.label for device in worker.devices]

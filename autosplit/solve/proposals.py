@@ -102,9 +102,9 @@ class Proposer:
         if not candidates:
             return None
         if solver.space.effective_batch_sizes is None:
-            knee = self._knee(solver, trials, candidates, best)
-            if knee is not None:
-                return knee
+            smaller = self._smaller_batch(solver, trials, candidates, best)
+            if smaller is not None:
+                return smaller
         # Scale the predictions by the model's error at the fastest trial. The error may differ for another set of
         # devices, so predictions for other sets stay unscaled.
         scale = (top.samples_per_s or 0.0) / solver.samples_per_s(configuration_of(top))
@@ -117,23 +117,30 @@ class Proposer:
         return foremost if rates[foremost] > (top.samples_per_s or 0.0) * (1 + noise) else None
 
     @staticmethod
-    def _knee(
+    def _smaller_batch(
         solver: Solver, trials: Sequence[Trial], candidates: Sequence[Configuration], best: Trial
     ) -> Configuration | None:
-        """Return an untried batch size below the best that may reach `KNEE_SHARE` of the top throughput, or None.
+        """Return an untried configuration below the best batch that may reach `KNEE_SHARE` of the top, or None.
 
         Skip batch sizes that trials have shown to be too slow. Return the smallest batch size whose prediction is high
         enough. Otherwise, because the model may be inaccurate, return the middle of those with at least `WITHIN_REACH`
         of the needed throughput.
         """
-        rates = {trial.batch_size: trial.samples_per_s or 0.0 for trial in trials}
-        enough = KNEE_SHARE * max(rates.values())
-        too_small = max((n for n, rate in rates.items() if rate < enough and n < best.batch_size), default=0)
+        rates: dict[int, float] = {}  # the highest of each batch size, because its trials have different splits
+        for trial in trials:
+            rates[trial.batch_size] = max(rates.get(trial.batch_size, 0.0), trial.samples_per_s or 0.0)
+        needed_rate = KNEE_SHARE * max(rates.values())
+        too_small = max((n for n, rate in rates.items() if rate < needed_rate and n < best.batch_size), default=0)
         between = [c for c in candidates if too_small < c.batch_size < best.batch_size * (1 - KNEE_STEP)]
         scale = (best.samples_per_s or 0.0) / solver.samples_per_s(configuration_of(best))
-        promised = {c: scale * solver.samples_per_s(c) for c in between}
-        near = sorted((c for c in between if promised[c] >= WITHIN_REACH * enough), key=lambda c: c.batch_size)
-        return next((c for c in near if promised[c] >= enough), near[len(near) // 2] if near else None)
+        predicted = {c: scale * solver.samples_per_s(c) for c in between}
+        within_reach = sorted(
+            (c for c in between if predicted[c] >= WITHIN_REACH * needed_rate), key=lambda c: c.batch_size
+        )
+        fast_enough = [c for c in within_reach if predicted[c] >= needed_rate]
+        if fast_enough:
+            return fast_enough[0]
+        return within_reach[len(within_reach) // 2] if within_reach else None
 
     def _beside(self, solver: Solver, tried: set[Configuration], best: Trial, noise: float) -> Configuration | None:
         """Return the best trial's configuration with slightly more or fewer samples on device 0, or None if both ran.

@@ -20,14 +20,12 @@ devices are left out only in the order of their cost per sample, the most expens
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from autosplit.errors import InputError
 from autosplit.solve.fastest_split import fastest_split
 from autosplit.solve.search_space import Configuration, Space
 from autosplit.solve.split import even_split, micro_batch_sizes, proportional_split
@@ -104,7 +102,12 @@ class Solver:
             if trial.samples_per_s is not None:
                 splits = self.splits_of(configuration_of(trial), trial.split)
                 measured.append((splits, sum(map(sum, splits)) / trial.samples_per_s))
-        solver = Solver(self.space, self.step_time.refitted(measured), least_difference=self.least_difference)
+        solver = Solver(
+            self.space,
+            self.step_time.refitted(measured),
+            least_difference=self.least_difference,
+            most_samples_per_s=self.most_samples_per_s,
+        )
         solver._unfitted, solver._splits, solver._rests = (
             self._unfitted,
             self._splits,
@@ -131,7 +134,7 @@ class Solver:
         others = self._ceilings(steps)
 
         def of_team(team: tuple[int, ...]) -> tuple[float, tuple[int, ...]] | None:
-            split = self._fastest(rest, (0, *team))
+            split = self._fastest_split(rest, (0, *team))
             return None if split is None else (1 / self._unfitted.seconds(((share, *split[1:]),) * steps), split[1:])
 
         found = _best_of(self._teams_of(others), of_team)
@@ -143,7 +146,7 @@ class Solver:
 
     def _teams_of(self, ceilings: tuple[int, ...]) -> list[tuple[int, ...]]:
         if ceilings not in self._teams:
-            self._teams[ceilings] = self._new_teams(ceilings) if self._unfitted.leaves_out else [ceilings]
+            self._teams[ceilings] = self._new_teams(ceilings) if self._unfitted.idle_is_free else [ceilings]
         return self._teams[ceilings]
 
     def _new_teams(self, ceilings: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -209,7 +212,7 @@ class Solver:
         if not self.space.holds(configuration):
             return False
         least = self.space.region.least_share
-        if not self.step_time.leaves_out:
+        if not self.step_time.idle_is_free:
             # A device without samples runs one sample in a short last micro-step. That is enough if `least_share` is 1.
             splits = [self.split_of(configuration)] if least == 1 else list(self._counted(configuration))
             return min(map(min, splits)) >= least
@@ -241,24 +244,24 @@ class Solver:
         assert shares is not None, "`best` requires it"
         if not with_first and (shares[0] or not self._unfitted.host_s):
             return None  # without host time, device 0 slows nothing down
-        split = self._fastest(batch_size, (shares[1] if with_first else 0, *team))
+        split = self._fastest_split(batch_size, (shares[1] if with_first else 0, *team))
         found = None if split is None else Configuration(max(split[0], shares[0]), batch_size, steps)
         return found if found is not None and self.holds(found) else None
 
     def _alone(self, batch_size: int, steps: int) -> Configuration | None:
         found = Configuration(batch_size, batch_size, steps)
-        return found if self._unfitted.leaves_out and self.holds(found) else None
+        return found if self._unfitted.idle_is_free and self.holds(found) else None
 
-    def _fastest(self, batch_size: int, ceilings: tuple[int, ...]) -> tuple[int, ...] | None:
+    def _fastest_split(self, batch_size: int, ceilings: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the fastest split within ceilings, or None if they hold too few samples. Cache the result."""
         key = (batch_size, ceilings)
         if key not in self._splits:
-            self._splits[key] = None
             floors = None
-            if not self.step_time.leaves_out:  # each rank needs samples if the batch is large enough
+            if not self.step_time.idle_is_free:  # each rank needs samples if the batch is large enough
                 least = tuple(min(self.space.region.least_share, ceiling) for ceiling in ceilings)
                 floors = least if sum(least) <= batch_size else None
-            with contextlib.suppress(InputError):
-                self._splits[key] = fastest_split(batch_size, self.step_time.curves, ceilings, floors)
+            fits = batch_size <= sum(ceilings)
+            self._splits[key] = fastest_split(batch_size, self.step_time.curves, ceilings, floors) if fits else None
         return self._splits[key]
 
     def ranked(self) -> list[Configuration]:
@@ -329,7 +332,7 @@ class Solver:
 
     def _another_team(self, ranked: Sequence[Configuration]) -> list[Configuration]:
         """Return the smallest other team that reaches `WITHIN_REACH` of the best, to measure the cost of a device."""
-        if self.step_time.adds_up or not self.step_time.leaves_out or not self.space.region.replica_ceilings:
+        if self.step_time.adds_up or not self.step_time.idle_is_free or not self.space.region.replica_ceilings:
             return []
 
         def team(configuration: Configuration) -> list[bool]:

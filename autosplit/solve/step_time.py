@@ -99,7 +99,7 @@ class StepTime:
     Each device has its own costs, because the fastest split may leave out a device behind a slow link.
 
     Attributes:
-        leaves_out: Whether a device without samples costs nothing.
+        idle_is_free: Whether a device without samples costs nothing.
         curves: For each device, the compute time when no other device runs.
         copies_s: For each device, time in seconds to broadcast parameters to it and reduce its gradients to device 0.
             Spent once per step, or in every micro-step if `keeps` is False. All links copy at the same time. Device 0's
@@ -115,7 +115,7 @@ class StepTime:
         lead_s: Host time in seconds that overlaps with the last backward, because the host also starts that backward.
     """
 
-    leaves_out: ClassVar[bool] = True
+    idle_is_free: ClassVar[bool] = True
 
     curves: tuple[TimeCurve, ...]
     copies_s: tuple[float, ...]
@@ -291,7 +291,7 @@ class RankStepTime(StepTime):
     samples, which run one sample with weight 0. `contention` is the slowdown of ranks on one machine.
     """
 
-    leaves_out: ClassVar[bool] = False
+    idle_is_free: ClassVar[bool] = False
 
     def _counted_copying_s(self, _counted: Mapping[tuple[int, ...], int]) -> float:
         return sum(self.copies_s)

@@ -184,7 +184,7 @@ def why_no_ranks(request: Request, workload: Workload, ranks: tuple[Ceiling, ...
 
 
 def residuals_of(solver: Solver, step_time: StepTime, trials: Sequence[Trial]) -> tuple[Residual, ...]:
-    """Return the predictions of a fitted model for every trial that ran, in order."""
+    """Compare the fitted model's prediction with the measured time of every trial that ran, in order."""
     residuals = []
     for trial in trials:
         if trial.samples_per_s is not None:

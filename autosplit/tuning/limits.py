@@ -31,7 +31,7 @@ class Limits:
         primary: Device 0's ceiling if the other devices have no samples.
         replicas: The other devices' ceilings as replicas.
         primary_accumulating: Like `primary`, in steps of several micro-steps. Set only if there are no replicas.
-        kept: Like `replicas`, in steps of several micro-steps.
+        replicas_accumulating: Like `replicas`, in steps of several micro-steps.
         plain_cpu_curve: The times of a CPU without a budget. They limit its ceiling.
     """
 
@@ -43,7 +43,7 @@ class Limits:
         self.primary: Ceiling | None = None
         self.replicas: tuple[Ceiling, ...] = ()
         self.primary_accumulating: Ceiling | None = None
-        self.kept: tuple[Ceiling, ...] | None = None
+        self.replicas_accumulating: tuple[Ceiling, ...] | None = None
         self.plain_cpu_curve: TimeCurve | None = None
 
     # Single devices
@@ -92,16 +92,16 @@ class Limits:
 
     # In steps of several micro-steps
 
-    def _keep_replicas(self) -> tuple[Ceiling, ...]:
+    def _accumulating_replicas(self) -> tuple[Ceiling, ...]:
         """Find the replicas' ceilings if a step has several micro-steps. Copies and gradients then stay in memory."""
-        if self.kept is None:
+        if self.replicas_accumulating is None:
             waiting_bytes = self.prober.facts.gradient_bytes
-            self.kept = tuple(
+            self.replicas_accumulating = tuple(
                 self._like(found, index, "replica", waiting_bytes, True) for index, found in enumerate(self.replicas, 1)
             )
-        return self.kept
+        return self.replicas_accumulating
 
-    def _keep_alone(self) -> Ceiling:
+    def _accumulating_primary(self) -> Ceiling:
         if self.primary_accumulating is None:
             self.primary_accumulating = alone = self._measured_primary
             if alone.batch_size and self.prober.evidence != "time":
@@ -187,9 +187,9 @@ class Limits:
 
     def _region_of_several(self) -> Region:
         if not self.replicas:
-            kept = self._keep_alone()
-            return self._region_of(MemoryFit(kept.fixed_bytes, kept.bytes_per_sample), kept.batch_size, ())
-        others, alone = self._keep_replicas(), self._accumulating_ceiling(self._measured_primary.batch_size)
+            primary = self._accumulating_primary()
+            return self._region_of(MemoryFit(primary.fixed_bytes, primary.bytes_per_sample), primary.batch_size, ())
+        others, alone = self._accumulating_replicas(), self._accumulating_ceiling(self._measured_primary.batch_size)
         return self._region_of(self._plane_beside(alone, others, accumulates=True), alone, others)
 
     def _predicted_region_of_several(self, region: Region) -> Region:
@@ -229,26 +229,33 @@ class Limits:
     # Ceilings of a plan
 
     def of_plan(self, best: Trial) -> tuple[Ceiling, ...]:
-        """Return ceilings that are valid at the same time: every split within them fits."""
+        """Return ceilings that are valid at the same time: every split within them fits.
+
+        Device 0 gathers all outputs, so its ceiling is found with the others at theirs. If it is below the plan's
+        split, the others are lowered.
+        """
         accumulates = best.accumulation_steps > 1
         if not self.replicas:
-            return (_no_less(self._keep_alone() if accumulates else self._measured_primary, best, 0),)
-        kept = self._keep_replicas() if accumulates else self.replicas
-        beside = tuple(_no_less(ceiling, best, index) for index, ceiling in enumerate(kept, 1))
-        others = tuple(ceiling.batch_size for ceiling in beside)
-        primary = self._ceiling(0, "primary", elsewhere=others, accumulates=accumulates, start=max(1, best.gpu0_bsz))
+            return (_no_less(self._accumulating_primary() if accumulates else self._measured_primary, best, 0),)
+        measured = self._accumulating_replicas() if accumulates else self.replicas
+        replicas = tuple(_no_less(ceiling, best, index) for index, ceiling in enumerate(measured, 1))
+        replica_sizes = tuple(ceiling.batch_size for ceiling in replicas)
+        primary = self._ceiling(
+            0, "primary", elsewhere=replica_sizes, accumulates=accumulates, start=max(1, best.gpu0_bsz)
+        )
         if primary.batch_size >= best.gpu0_bsz:
-            return (primary, *beside)
+            return (primary, *replicas)
         # Device 0 can't gather the outputs of that many samples. Lower the other ceilings until the plan's own split
         # fits.
-        room = room_beside(self.prober, best.gpu0_bsz, best.split[1:], others, accumulates=accumulates)
-        lowered = tuple(replace(c, batch_size=n, confirmed=False) for c, n in zip(beside, room, strict=True))
+        room = room_beside(self.prober, best.gpu0_bsz, best.split[1:], replica_sizes, accumulates=accumulates)
+        lowered = tuple(replace(c, batch_size=n, confirmed=False) for c, n in zip(replicas, room, strict=True))
         return (replace(primary, batch_size=best.gpu0_bsz, confirmed=False), *lowered)
 
     def known_of(self, best: Trial, space: Space) -> tuple[Ceiling, ...]:
         """Return the known ceilings, without running another step."""
         most = space.region_of(best.accumulation_steps).primary_most(best.batch_size)
-        others = self.replicas if best.accumulation_steps == 1 or self.kept is None else self.kept
+        accumulating = None if best.accumulation_steps == 1 else self.replicas_accumulating
+        others = self.replicas if accumulating is None else accumulating
         return (replace(self._measured_primary, batch_size=max(best.gpu0_bsz, most)), *others)
 
 

@@ -15,7 +15,7 @@ from autosplit.errors import InputError, WorkloadError, ends_tracebacks
 from autosplit.notes import Note
 from autosplit.oom import DoesNotFitError, OutOfMemoryError, StepLostError
 from autosplit.plan.layout import DdpOptions
-from autosplit.plan.measured_step import MeasuredStep, Without, bounds_of, checked_split, faster_devices
+from autosplit.plan.measured_step import ChangedTime, MeasuredStep, bounds_of, checked_split, faster_devices
 from autosplit.plan.what_ifs import FASTER
 from autosplit.probe.prober import Prober
 from autosplit.probe.request import Request, checked_request
@@ -183,7 +183,7 @@ class _Found:
     measurement: Measurement
     capacities_bytes: tuple[int, ...]
     memory: tuple[MemoryParts | None, ...]
-    without: tuple[Without, ...]
+    without: tuple[ChangedTime, ...]
     predicted: bool = False
 
 
@@ -248,7 +248,7 @@ def _balanced(run: Run, asked: _Configuration) -> _Found:
     if prober.worker.exact:
         without = tuple(addon("simulated_without")(prober.worker, StepShape(asked.splits)))
     else:
-        without = tuple(_real_without(prober, asked, measured))
+        without = tuple(_times_with_changes(prober, asked, measured))
     memory = prober.parts(asked.begin, measured.peak_bytes)
     return _Found(measured, prober.worker.capacities_bytes, memory, without)
 
@@ -258,43 +258,45 @@ def _copies_s(prober: Prober, asked: _Configuration) -> float:
 
     The estimate comes from measured steps with one and with two forwards.
     """
-    copies = any(asked.split[1:]) and not prober.worker.exact and not prober.shares_processor
-    if asked.accumulation_steps < 3 or not copies:
+    has_copies = any(asked.split[1:]) and not prober.worker.exact and not prober.shares_processor
+    if asked.accumulation_steps < 3 or not has_copies:
         return 0.0
-    one, two = (prober.micro_seconds(StepShape(asked.splits[:count]), budget_s=TRIAL_BUDGET_S) for count in (1, 2))
-    return max(0.0, 2 * one - two)
+    one_s = prober.seconds_without_update(StepShape(asked.splits[:1]), budget_s=TRIAL_BUDGET_S)
+    two_s = prober.seconds_without_update(StepShape(asked.splits[:2]), budget_s=TRIAL_BUDGET_S)
+    # one_s = copies + forward, two_s = copies + 2 forwards
+    return max(0.0, 2 * one_s - two_s)
 
 
-def _real_without(prober: Prober, asked: _Configuration, measured: Measurement) -> Iterator[Without]:
-    """Yield the predicted time of a real step without each of its time costs, in seconds.
+def _times_with_changes(prober: Prober, asked: _Configuration, measured: Measurement) -> Iterator[ChangedTime]:
+    """Yield predicted times of a real step: without the update, with faster devices, and without overhead.
 
-    The predictions use the time that each device needs for its samples while the other devices are idle.
+    Overhead is the time beyond the slowest device. Each device is timed while the others are idle.
     """
     labels = [device.label for device in prober.worker.devices]
     yield "update", None, measured.seconds - measured.update_s
     if prober.shares_processor or len(labels) == 1:
-        work_s = measured.seconds - measured.update_s
-        yield "device", labels[0] if len(labels) == 1 else None, measured.seconds - work_s * (1 - 1 / FASTER)
+        compute_s = measured.seconds - measured.update_s
+        yield "device", labels[0] if len(labels) == 1 else None, measured.seconds - compute_s * (1 - 1 / FASTER)
         return
     try:
         curves = tuple(_alone(prober, index, share) for index, share in enumerate(asked.split))
     except OutOfMemoryError:  # Without the others, a device may need more memory than in the step.
         return
     alone = StepTime.bare(curves, measured.update_s, adds_up=False)
-    beside_s = max(0.0, measured.seconds - alone.seconds(asked.splits))
+    overhead_s = max(0.0, measured.seconds - alone.seconds(asked.splits))
 
     def seconds(indices: Sequence[int]) -> float:
-        return beside_s + replace(alone, curves=_faster(alone.curves, indices)).seconds(asked.splits)
+        return overhead_s + replace(alone, curves=_faster(alone.curves, indices)).seconds(asked.splits)
 
     yield from faster_devices(labels, measured.seconds, seconds)
-    yield "overhead", None, measured.seconds - beside_s
+    yield "overhead", None, measured.seconds - overhead_s
 
 
 def _alone(prober: Prober, index: int, share: int) -> TimeCurve:
     if share == 0:
         return TimeCurve(((1, 1.0),))  # never evaluated
     shape = prober.forward_and_backward(index)(share)
-    return TimeCurve(((share, prober.micro_seconds(shape, budget_s=POINT_BUDGET_S)),))
+    return TimeCurve(((share, prober.seconds_without_update(shape, budget_s=POINT_BUDGET_S)),))
 
 
 def _faster(curves: Sequence[TimeCurve], indices: Sequence[int]) -> tuple[TimeCurve, ...]:
@@ -325,7 +327,7 @@ def _rank_by_rank(run: Run, asked: _Configuration) -> _Found:
     return _Found(measured, prober.worker.capacities_bytes, memory, without, predicted=count > 1)
 
 
-def _ranks_without(fit: Cost, labels: Sequence[str], counted: dict[tuple[int, ...], int]) -> Iterator[Without]:
+def _ranks_without(fit: Cost, labels: Sequence[str], counted: dict[tuple[int, ...], int]) -> Iterator[ChangedTime]:
     step_time = fit.step_time
 
     def seconds(indices: Sequence[int]) -> float:
@@ -361,10 +363,10 @@ def _run_together(processes: Processes, asked: _Configuration) -> _Found:
     curves = tuple(TimeCurve(((n, float(seconds)),)) for n, seconds in zip(asked.split, alone, strict=True))
     bare = Cost(StepTime.bare(curves, measured.update_s, adds_up=False))
     counted = {asked.split: asked.accumulation_steps}
-    beside_s = max(0.0, measured.seconds - bare.rank_seconds(counted))
+    overhead_s = max(0.0, measured.seconds - bare.rank_seconds(counted))
     labels = [f"rank {rank}" for rank in range(count)]
-    without = [(what, label, seconds + beside_s) for what, label, seconds in _ranks_without(bare, labels, counted)]
-    return _Found(measured, capacities, memory, (*without, ("copies", None, measured.seconds - beside_s)))
+    without = [(what, label, seconds + overhead_s) for what, label, seconds in _ranks_without(bare, labels, counted)]
+    return _Found(measured, capacities, memory, (*without, ("copies", None, measured.seconds - overhead_s)))
 
 
 def _alone_on_rank(process: Process, asked: _Configuration) -> float | str:

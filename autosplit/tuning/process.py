@@ -367,13 +367,14 @@ def equal_on_all_ranks(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Only the digests of code may differ, because code may refer to a rank's own values, such as its number. They are
     combined into one digest.
     """
-    found = dict(described[0])
-    for name in found:
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for one in described for name in one):  # a rank may have an optional entry
         values = [one.get(name) for one in described]
         if name in _CODE and None not in values and any(value != values[0] for value in values):
             found[name] = digest_of(values)
         else:
             refuse_differing(f"the workload's {name}", values)
+            found[name] = values[0]
     return found
 
 

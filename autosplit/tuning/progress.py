@@ -148,12 +148,12 @@ class Reporter:
         return self._reports[self.stage] / usual.get(self.stage, 2 * self._num_devices)
 
 
-def part_of(progress: Callable[[Progress], None], number: int, count: int, name: object) -> Callable[[Progress], None]:
+def part_of(progress: Callable[[Progress], None], index: int, count: int, name: object) -> Callable[[Progress], None]:
     """Return a progress function that reports one of several tunings as a part of the whole."""
 
     def listen(part: Progress) -> None:
-        message = f"{number + 1} of {count}, {name}: {part.message}"
-        progress(replace(part, message=message, fraction=(number + part.fraction) / count))
+        message = f"{index + 1} of {count}, {name}: {part.message}"
+        progress(replace(part, message=message, fraction=(index + part.fraction) / count))
 
     return listen
 

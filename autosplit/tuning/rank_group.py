@@ -28,7 +28,7 @@ from autosplit.profiles.key import machine_of
 from autosplit.tuning.peers import Interrupts, Peers
 from autosplit.tuning.process import Job, refuse_differing, torch_device
 
-_TALKS = itertools.count()
+_GROUP_NUMBERS = itertools.count()
 """Counts the groups for messages, because a process group may serve several. The numbers agree on all ranks."""
 
 
@@ -76,7 +76,7 @@ def peers_here() -> Iterator[Peers]:
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed after the last order, so no order has reported it to the other ranks.
     """
-    with _talking(place_here()) as peers, peers.interrupts.noted():
+    with _message_group(place_here()) as peers, peers.interrupts.noted():
         yield peers
     if peers.interrupts.came and not peers.stopped:
         raise KeyboardInterrupt
@@ -90,7 +90,7 @@ def _job(request: Request, indices: Sequence[int], place: Place, peers: Peers) -
     capacity_bytes = request.capacities_bytes[index]
     machine, card = machine_of((device,)), card_of(torch_device(device))
     found = peers.gathered((replace(request, sampler=None), machine, place.local_rank, card))
-    requests, machines, locals_, cards = map(list, zip(*found, strict=True))
+    requests, machines, local_ranks, cards = map(list, zip(*found, strict=True))
     peers.all_run(lambda: _refuse_different(requests, machines))
     pairs = [*zip(requests, indices, strict=True)]
     whole = replace(
@@ -99,7 +99,7 @@ def _job(request: Request, indices: Sequence[int], place: Place, peers: Peers) -
         capacities_bytes=tuple(one.capacities_bytes[at] for one, at in pairs),
         reserved_bytes=tuple(one.reserved_bytes[at] for one, at in pairs),
     )
-    machine = _machine_of_all(machines, locals_)
+    machine = _machine_of_all(machines, local_ranks)
     return Job(place, peers, (device,), (capacity_bytes,), whole, machine, backend_for(device.kind, cards))
 
 
@@ -131,43 +131,43 @@ def _refuse_different(requests: Sequence[Request], machines: Sequence[Mapping[st
     refuse_differing("the device type", [request.kind for request in requests])
 
 
-def _machine_of_all(machines: Sequence[Mapping[str, Any]], locals_: Sequence[int | None]) -> dict[str, Any]:
+def _machine_of_all(machines: Sequence[Mapping[str, Any]], local_ranks: Sequence[int | None]) -> dict[str, Any]:
     """Describe the devices of all ranks as one machine. For several machines, add the ranks of each machine."""
-    kinds = [{k: v for k, v in machine["devices"][0].items() if k != "count"} for machine in machines]
-    runs = [{**kind, "count": len(list(group))} for kind, group in itertools.groupby(kinds)]
-    counts: list[int] = []
-    for local in locals_:
-        if not counts or local == 0:
-            counts.append(0)
-        counts[-1] += 1
-    several = {"ranks_per_machine": counts} if len(counts) > 1 else {}
-    return {**machines[0], "devices": runs, **several}
+    devices = [{k: v for k, v in machine["devices"][0].items() if k != "count"} for machine in machines]
+    counted_devices = [{**device, "count": len(list(group))} for device, group in itertools.groupby(devices)]
+    ranks_per_machine: list[int] = []
+    for local in local_ranks:
+        if not ranks_per_machine or local == 0:
+            ranks_per_machine.append(0)
+        ranks_per_machine[-1] += 1
+    several = {"ranks_per_machine": ranks_per_machine} if len(ranks_per_machine) > 1 else {}
+    return {**machines[0], "devices": counted_devices, **several}
 
 
 @contextmanager
-def _talking(place: Place) -> Iterator[Peers]:
-    """Make a gloo group for messages, and destroy it at the end. An existing process group is not destroyed."""
+def _message_group(place: Place) -> Iterator[Peers]:
+    """Connect the ranks by gloo for messages, and disconnect at the end. Keep the job's own process group, if any."""
     end_with_launcher()
-    adopted = dist.is_initialized()
-    group, store = (dist.new_group(backend="gloo"), store_of_group()) if adopted else _met(place)
+    has_own_group = dist.is_initialized()
+    group, store = (dist.new_group(backend="gloo"), store_of_group()) if has_own_group else _new_process_group(place)
     if store is not None:
-        store = dist.PrefixStore(f"autosplit/tuning/{next(_TALKS)}", store)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"autosplit/tuning/{next(_GROUP_NUMBERS)}", store)  # type: ignore[attr-defined]
     try:
-        with recorded(), _broken_off_named(place):
+        with recorded(), _lost_ranks_named(place):
             yield Peers(place.rank, place.world_size, group, Interrupts(), store)
     finally:
         with suppress(RuntimeError):  # a failed destroy must not hide the rank's failure
-            dist.destroy_process_group(group if adopted else None)
+            dist.destroy_process_group(group if has_own_group else None)
 
 
-def _met(place: Place) -> tuple[Any, Any]:
+def _new_process_group(place: Place) -> tuple[Any, Any]:
     store = meeting_place(place)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
     return dist.group.WORLD, store
 
 
 @contextmanager
-def _broken_off_named(place: Place) -> Iterator[None]:
+def _lost_ranks_named(place: Place) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

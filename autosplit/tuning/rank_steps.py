@@ -95,7 +95,7 @@ class RankSteps:
         with preserved_rng():
             # On a CPU, the tracker counts the memory of a step without DDP wrappers.
             unfit = None if self.device.type == "cpu" else self._prepared()
-            peaks = unfit or self._try(lambda: self._dry(run))
+            peaks = unfit or self._try(lambda: self._dry_peak_bytes(run))
             if isinstance(peaks, Failure):
                 return peaks
             measured = self._prepared() or self._timed(run, budget_s)
@@ -120,17 +120,18 @@ class RankSteps:
 
     # The dry pass
 
-    def _dry(self, sizes: tuple[int, ...]) -> int:
+    def _dry_peak_bytes(self, sizes: tuple[int, ...]) -> int:
+        """Run this rank's step without the other ranks. Return its peak in bytes."""
         start_s = time.perf_counter()
-        if self.device.type == "cpu":  # the worker counts the step
+        if self.device.type == "cpu":  # the worker's tracker counts the memory
             shape = StepShape(tuple((size,) for size in sizes), "rank", num_ranks=self.peers.world_size)
-            peak = self.worker.peaks(shape)[0]
+            peak_bytes = self.worker.peaks(shape)[0]
         else:
-            peak = self._dry_on_gpu(sizes)
+            peak_bytes = self._dry_peak_bytes_on_gpu(sizes)
         self._slowest_dry_s = max(self._slowest_dry_s, time.perf_counter() - start_s)
-        return peak
+        return peak_bytes
 
-    def _dry_on_gpu(self, sizes: tuple[int, ...]) -> int:
+    def _dry_peak_bytes_on_gpu(self, sizes: tuple[int, ...]) -> int:
         self._release()  # Otherwise the peak would include memory that an earlier step reserved.
         backend(self.device.type).reset_peak_memory_stats(self.device)
         for wrapper in self._wrappers():
@@ -188,8 +189,8 @@ class RankSteps:
     def _run(
         self, sizes: tuple[int, ...], mark: Callable[[str], None] = lambda _phase: None, *, meets: bool = True
     ) -> None:
-        assert self._trainee is not None, "`prepare` sets it"
-        assert self._models is not None, "`prepare` wraps the models"
+        assert self._trainee is not None, "`_prepared` sets it"
+        assert self._models is not None, "`_prepared` wraps the models"
         # Move the batch here, because a `loss_fn` does not move its targets.
         here = partial(torch.Tensor.to, device=self.device, non_blocking=True)
         there = {size: map_tensors(here, self._batch(self._trainee, size)) for size in dict.fromkeys(sizes)}
@@ -224,7 +225,7 @@ class RankSteps:
             self._trainee = training_copy(self.workload, device=self.device)
 
         def wrap() -> None:
-            assert self._trainee is not None, "`prepare` copies it"
+            assert self._trainee is not None, "`_prepared` copies it"
             self._models = self._trainee.wrapped(self._wrapped)
 
         copied = self._try(copy)  # not `together`: other ranks must not wait if this rank lacks memory

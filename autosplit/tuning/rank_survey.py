@@ -9,7 +9,7 @@ from autosplit.oom import DoesNotFitError
 from autosplit.plan.layout import DdpOptions
 from autosplit.probe.ceilings import ceiling_by_time, ceiling_of, does_not_fit
 from autosplit.probe.prober import timed_sizes
-from autosplit.runtime.accelerator import twinned
+from autosplit.runtime.accelerator import equalize_capacities
 from autosplit.solve.memory import Ceiling, Region
 from autosplit.solve.proposals import PATIENCE
 from autosplit.solve.search_space import Space
@@ -94,7 +94,7 @@ def _space(run: Run, ranks: list[RankMeasurement], least_batch: int) -> Space:
 
 def _step_time(run: Run, ranks: list[RankMeasurement], reduce_s: float) -> RankStepTime:
     """Fit the time of a step: the ranks' curves, and the part of the all-reduce that no backward hides."""
-    capacities = twinned(run.request.devices, [rank.ceiling.capacity_bytes for rank in ranks])
+    capacities = equalize_capacities(run.request.devices, [rank.ceiling.capacity_bytes for rank in ranks])
     kinds = [(device.name, nbytes) for device, nbytes in zip(run.request.devices, capacities, strict=True)]
     curves = tuple(map(curve_of, pooled([rank.timed for rank in ranks], kinds)))
     largest_s = max(curve(rank.ceiling.batch_size) for curve, rank in zip(curves, ranks, strict=True))

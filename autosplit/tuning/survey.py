@@ -176,7 +176,9 @@ def _steps_of_two(
 def _timed(run: Run, split: tuple[int, ...], *counts: int) -> list[float]:
     run.report(f"timing the split {split}")
     try:
-        return [run.prober.micro_seconds(StepShape((split,) * count), budget_s=POINT_BUDGET_S) for count in counts]
+        return [
+            run.prober.seconds_without_update(StepShape((split,) * count), budget_s=POINT_BUDGET_S) for count in counts
+        ]
     except OutOfMemoryError:
         return []  # The memory model was slightly too low. Trials will show what fits.
 
@@ -246,7 +248,7 @@ def _rank_time(run: Run, curves: tuple[TimeCurve, ...], shares: Sequence[int]) -
         return bare  # The simulation computes the all-reduce. On one CPU nothing is copied.
     split = (max(prober.least_batch, min(shares) // 4),) * len(shares)
     try:
-        seconds = prober.micro_seconds(StepShape((split,)), budget_s=POINT_BUDGET_S)
+        seconds = prober.seconds_without_update(StepShape((split,)), budget_s=POINT_BUDGET_S)
     except OutOfMemoryError:
         return bare
     except Exception as error:  # noqa: BLE001  # DDP cuts no batch and replicates no model, so its ranks can train

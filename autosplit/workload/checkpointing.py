@@ -5,9 +5,8 @@ Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -44,8 +43,10 @@ class Checkpointing:
 
     def names_in(self, model: nn.Module) -> tuple[str, ...]:
         """Return the names of the layers in a model. Ignore layers inside these layers."""
-        found = [*_outermost(model, self._is_one)]
-        if any(getattr(layer, "gradient_checkpointing", False) is True for _, layer in found):
+        found: dict[nn.Module, str] = {}
+        for name, layer in _outermost(model, self._is_one):
+            found.setdefault(layer, name)  # list a layer of two parents once, because `every` counts layers
+        if any(getattr(layer, "gradient_checkpointing", False) is True for layer in found):
             raise WorkloadError(
                 "checkpointing is given, but the model already checkpoints its layers. Leave out "
                 "gradient_checkpointing_enable(), or checkpointing.",
@@ -57,7 +58,7 @@ class Checkpointing:
                 f"checkpointing is {kinds!r}, but the {type(model).__name__} has no such layer. Expected {wanted} in "
                 "it. Pass checkpointing=Block, the class (or its name) of the repeated layers.",
             )
-        return tuple(name for name, _ in found[:: self.every])
+        return tuple(found.values())[:: self.every]
 
     def _kinds_text(self) -> str:
         return " or ".join(kind if isinstance(kind, str) else kind.__name__ for kind in self.kinds)
@@ -74,9 +75,11 @@ def is_transformers_layer(module: nn.Module) -> bool:
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
 
 
-def _outermost(model: nn.Module, wanted: Any, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _outermost(
+    model: nn.Module, is_wanted: Callable[[nn.Module], bool], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
     for name, child in model.named_children():
-        if wanted(child):
+        if is_wanted(child):
             yield prefix + name, child
         else:
-            yield from _outermost(child, wanted, f"{prefix}{name}.")
+            yield from _outermost(child, is_wanted, f"{prefix}{name}.")

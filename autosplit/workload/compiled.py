@@ -44,13 +44,14 @@ Steps of four models with torch 2.5 or later give 0.10 to 0.30, and the step tim
 
 
 def fused_share_of(modules: Iterable[nn.Module]) -> float:
-    """Return `FUSED_SHARE` for compiled transformers, and 1 for other models.
+    """Return the time of fused kernels as a fraction of their eager time: `FUSED_SHARE`, or 1 if not simulated.
 
-    Published convolutional networks gain too little and too irregularly for one fraction (`COMPILED_TIMES`).
+    Compiled models are simulated unless most parameters are in convolutions. Published convolutional networks gain too
+    little and too irregularly for one fraction (`COMPILED_TIMES`).
     """
     modules = list(modules)
-    is_simulated = any(map(has_compiled_parts, modules)) and not _is_convolutional(modules)
-    return FUSED_SHARE if is_simulated else 1.0
+    has_fusion = any(map(has_compiled_parts, modules)) and not _is_convolutional(modules)
+    return FUSED_SHARE if has_fusion else 1.0
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -45,13 +45,14 @@ def qualified_name(kind: Any) -> str:
     The user's files get no prefix, because a file is ``__main__`` if it is run and has another name if it is imported.
     """
     module, name = getattr(kind, "__module__", None), getattr(kind, "__qualname__", None) or type(kind).__qualname__
-    return f"{module}.{name}" if isinstance(module, str) and _is_installed(module) else str(name)
+    return f"{module}.{name}" if isinstance(module, str) and _is_library(module) else str(name)
 
 
-def _is_installed(module: str) -> bool:
+def _is_library(module: str) -> bool:
+    """Return whether a module belongs to Python, torch or an installed package, not to the user."""
     root = module.partition(".")[0]
     if root == "torch" or root in sys.stdlib_module_names:
-        return root != "__main__"
+        return True
     path = getattr(sys.modules.get(module), "__file__", None)
     return isinstance(path, str) and is_installed(path)
 
@@ -139,7 +140,7 @@ class Describer:
         others = {name: item for name, item in _attributes(value).items() if not isinstance(item, _PLAIN)}
         if _extends_library(type(value)):
             others = {name: item for name, item in others.items() if name[:1] != "_"}
-        if _is_installed(type(value).__module__) and not isinstance(value, _RECORDS):
+        if _is_library(type(value).__module__) and not isinstance(value, _RECORDS):
             others = {name: item for name, item in others.items() if _is_plain(item)}
         return {name: self.of(item, depth) for name, item in others.items()}
 
@@ -152,13 +153,13 @@ class Describer:
             self.of(function.__kwdefaults__, depth),
             [self.of(item, depth) for item in _cells(function)],
         ]
-        if _is_installed(str(function.__globals__.get("__name__"))):  # a wrapper has the `__module__` of what it wraps
+        if _is_library(str(function.__globals__.get("__name__"))):  # a wrapper has the `__module__` of what it wraps
             return described
         return [*described, {name: self.of(item, depth) for name, item in _globals_of(function).items()}]
 
     def _class(self, kind: type, depth: int) -> Any:
         name = qualified_name(kind)
-        if _is_installed(kind.__module__):
+        if _is_library(kind.__module__):
             return name
         members = {}
         for key, member in sorted(vars(kind).items()):
@@ -188,7 +189,7 @@ class Describer:
 
         For a user's class, describe all attributes. For a library's class, its `repr` and its parameters are enough.
         """
-        own, extends = not _is_installed(type(module).__module__), _extends_library(type(module))
+        own, extends = not _is_library(type(module).__module__), _extends_library(type(module))
         others: dict[str, Any] = {}
         for name, item in _attributes(module).items():
             if name in _HOOKS:
@@ -223,7 +224,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 def _extends_library(kind: type) -> bool:
     """Return whether a class has a base from an installed package, whose private attributes are ignored."""
-    roots = (base.__module__.partition(".")[0] for base in kind.__mro__ if _is_installed(base.__module__))
+    roots = (base.__module__.partition(".")[0] for base in kind.__mro__ if _is_library(base.__module__))
     return any(root != "torch" and root not in sys.stdlib_module_names for root in roots)
 
 
@@ -286,7 +287,7 @@ def _globals_of(function: Any) -> dict[str, Any]:
 
 def named_by(function: Any) -> list[Any]:
     """Return the objects that a function uses: its defaults, its closure, and the globals of a user's function."""
-    own = () if _is_installed(str(function.__globals__.get("__name__"))) else _globals_of(function).values()
+    own = () if _is_library(str(function.__globals__.get("__name__"))) else _globals_of(function).values()
     return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *_cells(function), *own]
 
 

@@ -230,6 +230,8 @@ def group(state: dict[str, Any]) -> dict[str, Any]:
     return state["optimizer"]["param_groups"][0]
 
 
+NO_OPTIMIZER = r"'optimizer' is a dict without an optimizer's state and param_groups\."
+
 BAD_PARTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "weight None": (
         lambda s: s["model"].update({"0.weight": None}),
@@ -237,13 +239,15 @@ BAD_PARTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "weight a number": (lambda s: s["model"].update({"2.bias": 5}), "something other than a tensor at module.2.bias"),
     "weight meta": (lambda s: s["model"].update({"0.weight": s["model"]["0.weight"].to("meta")}), "on the meta device"),
-    "no state": (lambda s: s["optimizer"].pop("state"), "KeyError: 'state'"),
-    "state a list": (lambda s: s["optimizer"].update(state=[1]), "AttributeError: 'list' object"),
+    "no state": (lambda s: s["optimizer"].pop("state"), NO_OPTIMIZER),
+    "state a list": (lambda s: s["optimizer"].update(state=[1]), NO_OPTIMIZER),
     "shape": (lambda s: moments(s).update(exp_avg=torch.zeros(2, 2)), r"exp_avg of parameter 0 has the shape \(2, 2\)"),
     "no lr": (lambda s: group(s).pop("lr"), "Its group 0 lacks lr"),
     "no betas": (lambda s: group(s).pop("betas"), "Its group 0 lacks betas"),
-    "group a number": (lambda s: s["optimizer"].update(param_groups=[5]), "TypeError: 'int' object"),
-    "not a dict": (lambda s: s.update(optimizer=3), "Its groups have None"),
+    "group a number": (lambda s: s["optimizer"].update(param_groups=[5]), NO_OPTIMIZER),
+    "no groups": (lambda s: s["optimizer"].pop("param_groups"), NO_OPTIMIZER),
+    "no parameters": (lambda s: group(s).pop("params"), r"Its groups have \[0\] parameters"),
+    "not a dict": (lambda s: s.update(optimizer=3), "'optimizer' is a int without an optimizer's state"),
 }
 
 OPTIMIZERS = [

@@ -94,6 +94,23 @@ def test_a_teacher_in_training_mode(devices, is_bound):
     assert_untouched(before, teacher)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_teacher_of_torchscript():
+    """`measure` raised AttributeError, because TorchScript keeps buffers in an object without `clear`."""
+    layers = nn.Sequential(nn.Linear(16, 20), nn.BatchNorm1d(20), nn.Linear(20, 4)).requires_grad_(False)
+    teacher = torch.jit.script(layers)
+    before = everything_of(teacher)
+
+    def distilled(model, inputs):
+        return F.mse_loss(model(inputs[0]), teacher(inputs[0]))
+
+    measure(Workload(net(), batch(), compute_loss=distilled), devices="cpu:1GiB")
+    after = everything_of(teacher)
+    for name, (_, gradient, value) in after.items():
+        assert gradient is None
+        assert value is None or torch.equal(value, before[name][2]), name
+
+
 @pytest.mark.parametrize("devices", [DEVICES[0], whole(DEVICES[1])])
 def test_a_loss_of_another_model_than_the_one_it_is_given_is_refused(devices):
     """The plan was made without an error, but the copy was never trained."""

@@ -129,4 +129,4 @@ def test_a_model_without_memory_is_planned_for_cards_and_refused_here():
 def test_twins_have_as_much_as_the_one_with_the_least(capacities, planned):
     """A display on one of two equal GPUs made autosplit probe both: 24 confirmations instead of 10."""
     devices = tuple(Device("cuda", index, "NVIDIA RTX 3090", nbytes) for index, nbytes in enumerate(capacities))
-    assert accelerator.twinned(devices, capacities) == planned
+    assert accelerator.equalize_capacities(devices, capacities) == planned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -220,6 +221,19 @@ def test_two_like_devices_share_64_samples_evenly_and_once_whatever_the_noise(se
     best = best_trial(space, steadied(refitted, trials), refitted.samples_per_s)
     assert best.accumulation_steps == 1
     assert max(best.split) - min(best.split) <= 2
+
+
+def test_a_slow_split_of_a_fast_batch_size_rules_out_nothing():
+    """The last trial of each batch size counted. So an uneven split made its batch size seem too slow."""
+    solver = solver_of(effective=None)
+    best, *others = sorted(solver.ranked(), key=lambda c: -c.batch_size)
+    fast = trial_of(solver, 0, best)
+    middle = next(c for c in others if solver.samples_per_s(c) >= 0.98 * fast.samples_per_s)
+    trials = [fast, trial_of(solver, 1, middle)]
+    trials.append(replace(trials[1], number=2, gpu0_bsz=middle.gpu0_bsz - 1, samples_per_s=0.5 * fast.samples_per_s))
+    below = [replace(middle, batch_size=middle.batch_size - by) for by in (1, 2)]
+    found = {Proposer._smaller_batch(solver, order, below, fast) for order in itertools.permutations(trials)}
+    assert found == {below[1]}
 
 
 class TestSteadied:

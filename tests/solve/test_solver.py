@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from raised import raises
 
+from autosplit.errors import InputError
 from autosplit.solve.memory import Ceiling, MemoryFit, Region
 from autosplit.solve.problem import Problem
 from autosplit.solve.search_space import Configuration, Space
@@ -196,6 +198,22 @@ def ranks(
     ceilings = tuple(Ceiling(f"cuda:{i}", "rank", cap, "memory", 0, 1, cap, cap) for i, cap in enumerate(caps))
     fit = Cost(StepTime.bare(curves, update_s, adds_up=adds_up), all_reduce_s)
     return Problem.of(fit, ceilings, None, effective_batch_sizes=sizes, max_batch_size=64, accumulates=True)
+
+
+def test_a_time_that_is_not_finite_is_an_error():
+    """The solver treated each error as a batch that does not fit."""
+    endless = TimeCurve(((1, float("inf")),))
+    step_time = StepTime.bare((line(1, 0.1), endless), 0.25, adds_up=False)
+    solver = Solver(Space(Region(MemoryFit(0.0, 1.0), 64, 16, (16,), 32), (20, 20), 1), step_time)
+    with raises(InputError, "inf"):
+        solver.fastest_of(20, 1)
+
+
+def test_a_fit_keeps_the_throughput_of_the_loader():
+    space = Space(Region(MemoryFit(0.0, 1.0), 64, 64, (), 64), None)
+    solver = Solver(space, StepTime.bare((line(1, 0.1),), 0.25, adds_up=False), most_samples_per_s=0.5)
+    assert solver.ranked()[0].batch_size == 1
+    assert solver.refitted([]).ranked() == solver.ranked()
 
 
 class TestRanks:

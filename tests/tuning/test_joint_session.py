@@ -22,6 +22,7 @@ from ddp_jobs import make_plan
 from fake_gpus import FakeCuda, cards, stand_in
 from marks import for_release, slow
 from noted import kinds
+from raised import raises
 from ranks import found_by, job_of, starting
 from saved_profiles import saved_profiles
 from short_budgets import short_budgets
@@ -205,7 +206,7 @@ def batches_made() -> int:
         given = workload(make_batch=make)
         worker = CpuWorker(job.devices, job.capacities_bytes, training_copy(given, device=job.device), 64)
         steps = RankSteps(given, worker, job.device, job.peers, backend="gloo", options=DdpOptions().keywords())
-        steps._dry = lambda _sizes: made.clear() or 0  # makes its own batch
+        steps._dry_peak_bytes = lambda _sizes: made.clear() or 0  # makes its own batch
         steps.measured([4, 3], budget_s=0.1)
         steps.close()
     return len(made)
@@ -479,6 +480,15 @@ def test_a_loss_that_holds_its_ranks_own_is_the_same_workload() -> None:
     assert every[0] != every[1]
     said = equal_on_all_ranks(every)
     assert {name for name in said if said[name] != every[0][name]} == {"compute_loss"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_optional_entry_of_one_rank_is_refused(rank) -> None:
+    """Only the entries of rank 0 were compared, so no rank noticed that only rank 1 checkpoints its layers."""
+    every: list[dict[str, Any]] = [workload_of(workload()) for _ in range(2)]
+    every[rank]["checkpointing"] = "every layer checkpointed"
+    with raises(InputError, "checkpointing", "rank 1"):
+        equal_on_all_ranks(every)
 
 
 # ----------------------------------------------------------------------------------------------------- a rank dies

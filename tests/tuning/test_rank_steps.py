@@ -25,7 +25,7 @@ def test_a_dry_pass_peaks_at_its_own_batch():
     steps._trainee = training_copy(steps.workload, device=steps.device)
     steps._models = steps._trainee.models
     try:
-        large, few = steps._dry((2**16,)), steps._dry((8,))
+        large, few = steps._dry_peak_bytes((2**16,)), steps._dry_peak_bytes((8,))
     finally:
         steps.close()
     assert few > 0

@@ -47,6 +47,14 @@ def test_of_layers_within_each_other_the_outermost_is_one():
     assert Checkpointing((Block,), 1).names_in(nn.ModuleList([Block(Block(), nn.ReLU())])) == ("0",)
 
 
+def test_a_layer_of_two_parents_is_one_layer():
+    """It counted twice, so `every=2` checkpointed only this layer, under both names."""
+    shared, second, third = Block(), Block(), Block()
+    model = nn.ModuleList([nn.ModuleList([shared, second]), nn.ModuleList([shared, third])])
+    assert Checkpointing((Block,), 1).names_in(model) == ("0.0", "0.1", "1.1")
+    assert Checkpointing((Block,), 2).names_in(model) == ("0.0", "1.1")
+
+
 def test_those_of_transformers_are_found_by_themselves():
     assert Checkpointing(("auto",), 2).names_in(stack(TheirLayer)) == ("body.0", "body.2", "body.4")
 
