@@ -44,7 +44,7 @@ def test_every_predicted_setting_was_predicted():
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(emulated.wanted(), reason="starts its own emulated devices")
-@pytest.mark.parametrize("names", [("ranks",), for_release([stage.name for stage in gpu.STAGES])])
+@pytest.mark.parametrize("names", [("doctor",), for_release([stage.name for stage in gpu.STAGES])])
 def test_stages_end_on_an_emulated_device(names, tmp_path):
     try:
         emulated.built_library()
@@ -64,4 +64,5 @@ def test_stages_end_on_an_emulated_device(names, tmp_path):
     assert [name for name, stage in stages.items() if not stage["findings"]] == []
     findings = [finding for stage in stages.values() for finding in stage["findings"]]
     assert [finding for finding in findings if finding["verdict"] == "error"] == []
-    assert [finding for finding in stages["ranks"]["findings"] if finding["verdict"] != "holds"] == []
+    of_ranks = stages["ranks"]["findings"] if "ranks" in stages else []
+    assert [finding for finding in of_ranks if finding["verdict"] != "holds"] == []

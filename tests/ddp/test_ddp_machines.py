@@ -197,6 +197,7 @@ def test_a_worker_that_is_killed_is_started_again_and_goes_on_in_mid_epoch(machi
     assert_trained_as_one_device(machines)
 
 
+@pytest.mark.release  # the job that tunes is started again after a machine was killed, too
 def test_a_machine_that_dies_ends_the_job_which_goes_on_when_it_is_started_again(machines):
     death = ("--dies", "machine", "--at", str(DIES_AT))
     of_a, of_b = codes(machines, start_both(machines, "c10d", *death))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from folders import EXAMPLES, ROOT, TESTS
+from marks import FOR_RELEASE
 
 from autosplit import Plan
 
@@ -69,7 +70,8 @@ def log_of(folder: Path, weights: dict[str, torch.Tensor]) -> list[dict[str, Any
 def test_nodes_that_leave_and_join_change_no_weight(tmp_path: Path) -> None:
     """Tune over two nodes of different memory, and train with batches (9, 3). The second node is killed in step 7.
 
-    First, another replaces it at once. Then, an elastic job has one worker from step 7, and two again from step 9.
+    An elastic job has one worker from step 7, and two again from step 9. For a release, another node first replaces the
+    second at once.
     """
     run(TESTS / "ray_jobs.py", str(tmp_path))
     found = torch.load(tmp_path / "found.pt")
@@ -79,8 +81,9 @@ def test_nodes_that_leave_and_join_change_no_weight(tmp_path: Path) -> None:
     assert plan.effective_batch_size == 48
 
     # Each worker has the batch size of its device, before and after the failure.
-    log = log_of(tmp_path / "replaced", found["weights"])
-    assert {(line["memory"], line["size"]) for line in log} == {(LARGE, 9), (SMALL, 3)}
+    if FOR_RELEASE:
+        log = log_of(tmp_path / "replaced", found["weights"])
+        assert {(line["memory"], line["size"]) for line in log} == {(LARGE, 9), (SMALL, 3)}
 
     log = log_of(tmp_path / "elastic", found["weights"])
     for steps, start, sizes in (

@@ -15,6 +15,7 @@ import emulated
 import pytest
 import torch
 from deadly import dead_on_arrival, deadly
+from marks import for_release
 from noted import kinds
 from raised import raises
 from workloads import small
@@ -347,7 +348,7 @@ def test_tuning_apart_finds_what_tuning_here_finds():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["kill", "exit", "host memory"])
+@pytest.mark.parametrize("end", ["kill", for_release("exit"), "host memory"])
 def test_tuning_finds_the_largest_batch_that_a_process_survives(end):
     plan = tune(partial(deadly, end, 40), **ARGUMENTS)
     assert plan.ceilings == (39,)

@@ -104,7 +104,14 @@ def may_train_until(folder: Path, step: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("has_plan", [True, False], ids=["a plan for both", "tuned at each start"])
+@pytest.mark.parametrize(
+    "has_plan",
+    [
+        pytest.param(True, id="a plan for both"),
+        # The job of tests/integrations/test_integrations_ray.py makes a plan for one worker, too.
+        pytest.param(False, id="tuned at each start", marks=pytest.mark.release),
+    ],
+)
 def test_a_machine_that_leaves_and_comes_back_changes_no_weight(has_plan: bool, tmp_path: Path) -> None:
     """Train with two machines, kill one, go on with one, and go on with two again. No sample is lost or repeated."""
     if has_plan:
