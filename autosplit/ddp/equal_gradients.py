@@ -5,7 +5,7 @@ leaves out a loss with parameters, layers that were unfrozen or added later, and
 rank then trains a different model.
 
 So the ranks compare a checksum of their gradients after the last backward of an epoch's first optimizer step. They
-compare again when other parameters have a gradient. The other steps only read which parameters have one:
+compare again when other parameters have a gradient, or when other wrappers ran. The other steps only read which:
 
     step                      0      1      2      3 (the backbone is unfrozen)   4
     gradients of              head   head   head   head, backbone                 head, backbone
@@ -65,6 +65,7 @@ class GradientComparison:
         describe: Callable[[list[Tensor]], list[Described | None]],
         step: str,
         device: torch.device,
+        callers: tuple[bool, ...] = (),
     ) -> None:
         """Compare the gradients, unless the same parameters had one in an earlier comparison. All ranks call this.
 
@@ -73,12 +74,13 @@ class GradientComparison:
                 compared.
             step: The optimizer step, for the message.
             device: The device of this rank.
+            callers: Whether each wrapped model ran in the step. If others ran before, the gradients are compared again.
 
         Raises:
             InputError: A parameter's gradient differs between the ranks, or some ranks have none.
         """
         found = [one for one in parameters if one.grad is not None]
-        key = hash(tuple(map(id, found)))
+        key = hash((callers, *map(id, found)))
         if key in self._compared:
             return
         self._compared.add(key)
@@ -117,6 +119,7 @@ class EqualGradients(StepListener):
         self._parameters: dict[Tensor, None] = {}
         self._is_first = True
         self._index = 0
+        self._calls: list[int] = []
 
     def begin_loop(self) -> None:
         """Look for parameters again in the next step, because layers may be new, and compare them again."""
@@ -130,6 +133,7 @@ class EqualGradients(StepListener):
         An optimizer with more steps trains something else, for example a probe on one rank.
         """
         self._index = index
+        self._calls = [model.calls[0] for model in self._models.wrapped]
         new = [] if self._updates is None else optimizers_since(self._updates)
         self._updates = None
         if self._is_first or any(one not in self._optimizers for one in new):
@@ -148,7 +152,9 @@ class EqualGradients(StepListener):
             inside = dict.fromkeys(one for model in self._models.wrapped for one in model.module.parameters())
             self._parameters = inside | self._parameters
         step = f"optimizer step {self._index}"
-        self._comparison.compare(self._parameters, self._describe, step, self._device)
+        calls = zip(self._models.wrapped, self._calls, strict=False)
+        callers = tuple(model.calls[0] > before for model, before in calls)
+        self._comparison.compare(self._parameters, self._describe, step, self._device, callers)
         self._updates = updates_by_optimizer()
 
     def _describe(self, parameters: list[Tensor]) -> list[Described | None]:

@@ -32,11 +32,13 @@ class RankModel(DistributedDataParallel):
     Attributes:
         trained: The ids of the parameters that DDP synchronises. Parameters that are unfrozen, added or replaced later
             are not synchronised.
+        calls: One number, of the forwards that torch.compile did not compile.
     """
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
         self._has_run = False
+        self.calls = [0]  # a list, because setting an attribute of a module is slow
         self.trained = frozenset(id(one) for one in module.parameters() if one.requires_grad)
 
     def share_buffers(self) -> None:
@@ -47,9 +49,11 @@ class RankModel(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model. Synchronise the ranks, unless the model only evaluates."""
-        if not self._has_run and not torch.compiler.is_compiling():
-            self._has_run = True
-            self._refuse_outer()
+        if not torch.compiler.is_compiling():
+            self.calls[0] += 1
+            if not self._has_run:
+                self._has_run = True
+                self._refuse_outer()
         if self.module.training or torch.is_grad_enabled():  # the user may call `eval` of the inner model only
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         synchronises, self.require_forward_param_sync = self.require_forward_param_sync, False

@@ -189,7 +189,7 @@ def unsynchronised(how: str) -> str:
             net.uses_more = how != "unused" or (epoch, step) < (0, 1)
 
         def loss_of(model: Any, inputs: Tensor, labels: Tensor) -> Tensor:
-            if how == "module from epoch 1" and now["epoch"]:
+            if (how == "module from epoch 1" and now["epoch"]) or (how == "module in step 1" and now["step"] == 1):
                 return usual_loss(model.module, inputs, labels)
             outputs = model(inputs)
             if how == "complex":
@@ -214,6 +214,7 @@ UNSYNCHRONISED = {
     "tensor": ("shape (3,)", "optimizer step 1", "part of the model"),
     "checkpointed": ("shape (3,)", "optimizer step 1", "part of the model"),
     "complex": ("shape (3,)", "optimizer step 0", "part of the model"),
+    "module in step 1": ("body.weight", "optimizer step 1", "wrapper.module"),
     "module from epoch 1": ("body.weight", "optimizer step 0", "wrapper.module"),
     "replaced": ("body.weight", "optimizer step 0", "Wrap the model again"),
     "unused": ("body.weight", "optimizer step 1", "find_unused_parameters=True"),
