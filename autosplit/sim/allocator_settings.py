@@ -32,6 +32,7 @@ class AllocatorSettings:
         roundup_power2_divisions: Round sizes up to one of this many equal steps between two powers of 2. One number for
             each power from 1 MiB on. Empty for multiples of 512 bytes.
         caches: Keep freed segments (not with `NO_CACHING_VARIABLE`).
+        ignored: Settings that change the memory, but are not modelled.
     """
 
     expandable_segments: bool = False
@@ -39,10 +40,11 @@ class AllocatorSettings:
     max_non_split_rounding_bytes: int = LARGE_SEGMENT_BYTES
     roundup_power2_divisions: tuple[int, ...] = ()
     caches: bool = True
+    ignored: tuple[str, ...] = ()
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] | None = None) -> AllocatorSettings:
-        """Return the settings in an environment (default: this process's). Ignore settings that are not modelled."""
+        """Return the settings in an environment (default: this process's)."""
         known = os.environ if environment is None else environment
         texts = [known[name] for name in SETTINGS_VARIABLES if known.get(name)]
         found = cls.parsed(texts[0]) if texts else cls()
@@ -61,6 +63,11 @@ class AllocatorSettings:
             max_split_bytes=split,
             max_non_split_rounding_bytes=rounding or LARGE_SEGMENT_BYTES,
             roundup_power2_divisions=_divisions(found.get("roundup_power2_divisions", "")),
+            ignored=tuple(
+                f"{key}:{found[key]}"
+                for key, default in (("backend", "native"), ("garbage_collection_threshold", "0"))
+                if found.get(key, default) != default
+            ),
         )
 
     def rounded(self, nbytes: int) -> int:

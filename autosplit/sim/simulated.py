@@ -46,7 +46,6 @@ class SimulatedWorker:
     """
 
     exact = True
-    notes: tuple[Note, ...] = ()
     steps = 0
 
     def __init__(
@@ -67,6 +66,7 @@ class SimulatedWorker:
         self.fused_share = fused_share
         self._specs = [device.spec for device in devices if device.spec is not None]
         self._settings = AllocatorSettings.of_environment()
+        self.notes = notes_on(self._settings)
 
     def ask(self, function: Callable[[Workload], T]) -> T:
         """Call a function on the workload."""
@@ -207,6 +207,14 @@ def attention_of(tracer: Traces, devices: Sequence[Device]) -> list[tuple[str, .
     shape = StepShape(((1,) * len(devices),))
     tracers = [one.tracer if isinstance(one, AffineTraces) else one for one in tracers_of(tracer, shape, devices)]
     return [tuple(sorted({*one.attention.values()})) if one.kernels is not None else () for one in tracers]
+
+
+def notes_on(settings: AllocatorSettings) -> tuple[Note, ...]:
+    """Return a note if a setting of the allocator is not simulated."""
+    if not settings.ignored:
+        return ()
+    names = ", ".join(settings.ignored)
+    return (Note("allocator-settings", f"The predicted memory is that without {names}, which sim: does not simulate."),)
 
 
 def attention_of_worker(worker: SimulatedWorker) -> list[tuple[str, ...]]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from autosplit.accelerators import backend
 from autosplit.sim.allocator_settings import MIB, AllocatorSettings
 from autosplit.sim.caching_allocator import AllocationError, Block, CachingAllocator
+from autosplit.sim.simulated import notes_on
 
 KINDS = (
     "",
@@ -129,9 +130,16 @@ class TestSettings:
         assert of(both).max_split_bytes == 64 * MIB
         assert not of({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}).caches
 
-    @pytest.mark.parametrize("text", ["", "nonsense", "max_split_size_mb:all", "backend:cudaMallocAsync", "a:b:c,,"])
+    @pytest.mark.parametrize("text", ["", "nonsense", "max_split_size_mb:all", "backend:native", "a:b:c,,"])
     def test_unknown_settings_are_ignored(self, text):
         assert AllocatorSettings.parsed(text) == AllocatorSettings()
+
+    @pytest.mark.parametrize("text", ["backend:cudaMallocAsync", "garbage_collection_threshold:0.6"])
+    def test_settings_that_change_the_memory_are_named(self, text):
+        (note,) = notes_on(AllocatorSettings.parsed(f"{text},max_split_size_mb:64"))
+        assert note.kind == "allocator-settings"
+        assert text in note.text
+        assert notes_on(AllocatorSettings.parsed("max_split_size_mb:64")) == ()
 
     @pytest.mark.parametrize(
         ("text", "nbytes", "rounded"),
