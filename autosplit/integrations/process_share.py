@@ -44,6 +44,8 @@ class Uncounted(list[int]):
 class MarkingBatchSampler(ScheduledBatchSampler):
     """A `ScheduledBatchSampler` that yields `Uncounted` indices if this process has no samples in a micro-batch."""
 
+    has_weights = True
+
     def __iter__(self) -> Iterator[list[int]]:
         sizes = [size for step in self.schedule[self.start_step :] for size in step.micro_batch_sizes]
         for batch, size in zip(super().__iter__(), sizes, strict=True):

@@ -97,16 +97,16 @@ class LoopWithoutSteps:
     """Watch a loop over a plan's batch sampler that does not use `plan.steps`.
 
     An update after each micro-batch uses the micro-batch's size instead of the effective batch size. So the number of
-    updates must not exceed the number of optimizer steps that have begun. DDP averages the means of the ranks with
-    equal weights, so no update is right if the ranks have different numbers of samples.
+    updates must not exceed the number of optimizer steps that have begun. A plain loop gives all micro-batches equal
+    weights, and DDP all ranks. So no update is right if these have different numbers of samples.
 
     Args:
-        rank_sizes: Samples of each rank in a micro-batch in which they differ. None if the ranks are always equal.
+        unequal: What has different numbers of samples, for the message. Empty if nothing has.
     """
 
-    def __init__(self, rank_sizes: tuple[int, ...] | None = None) -> None:
+    def __init__(self, unequal: str = "") -> None:
         self._before = updates_by_optimizer()
-        self._rank_sizes = rank_sizes
+        self._unequal = unequal
         self.steps_begun = 0
 
     def is_wrong(self, accumulation_steps: int) -> bool:
@@ -118,10 +118,10 @@ class LoopWithoutSteps:
                 f"The optimizer stepped after each micro-batch, but the plan has {accumulation_steps} micro-batches "
                 "per optimizer step. So each update had too few samples."
             )
-        elif updates and self._rank_sizes is not None:
+        elif updates and self._unequal and self.steps_begun > 1:  # by then, too many updates would have been found
             found = (
-                f"The ranks have {', '.join(map(str, self._rank_sizes))} samples of a micro-batch, but DDP gives their "
-                "losses equal weights. So the gradient is not the mean over the samples."
+                f"{self._unequal} samples, but their mean losses have equal weights without plan.steps. So the "
+                "gradient is not the mean over the samples."
             )
         if found:
             warn_user(

@@ -105,6 +105,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
     Attributes:
         unlike_lengths: Whether micro-batches with the same number of samples may need different amounts of memory.
         keeps_effective: Whether all steps have `effective_batch_size` samples, except the last of an epoch.
+        has_weights: Whether the loop outside of `steps` weights the losses, as the loops of other tools do.
 
     Raises:
         InputError: A number is not whole or below its minimum.
@@ -112,6 +113,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
 
     unlike_lengths = False
     keeps_effective = True
+    has_weights = False
 
     def __init__(
         self,
@@ -392,7 +394,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         start_step, self._start_step = self._start_step, 0
         order = self._order(self.epoch)
         accumulation = accumulation_steps(self.effective_batch_size, self.batch_size)
-        unequal = self._unequal_rank_sizes()
+        unequal = self._unequal_parts()
         loop = None if self._is_in_steps or (accumulation == 1 and not unequal) else LoopWithoutSteps(unequal)
         draws = self._draws_outside_steps()
         for number, step in enumerate(self.schedule[start_step:], start_step):
@@ -410,12 +412,21 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 if loop is not None and loop.is_wrong(accumulation):
                     loop = None
 
-    def _unequal_rank_sizes(self) -> tuple[int, ...] | None:
-        """Return the ranks' samples of a micro-batch in which they differ, or None."""
-        steps = (*self.schedule[:1], *self.schedule[-1:])
-        sizes = (size for step in steps for size in micro_batch_sizes(step.num_samples, self.batch_size))
-        splits = (short_split(size, self.rank_slice.batch_sizes) for size in sizes)
-        return next((split for split in splits if len({*split}) > 1), None)
+    def _unequal_parts(self) -> str:
+        """Describe the ranks, or the micro-batches of a step, that have different numbers of samples.
+
+        Empty if there are none, or if the loop weights them.
+        """
+        if self.has_weights:
+            return ""
+        for step in (*self.schedule[:1], *self.schedule[-1:]):
+            sizes = micro_batch_sizes(step.num_samples, self.batch_size)
+            splits = (short_split(size, self.rank_slice.batch_sizes) for size in {*sizes})
+            if ranks := next((split for split in splits if len({*split}) > 1), None):
+                return f"The ranks have {', '.join(map(str, ranks))}"
+            if len({*sizes}) > 1:
+                return f"The micro-batches of a step have {sizes[0]} and {sizes[-1]}"
+        return ""
 
     def _draws_outside_steps(self) -> Draws | None:
         is_in_steps, self._is_in_steps = self._is_in_steps, False

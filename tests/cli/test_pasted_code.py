@@ -355,3 +355,18 @@ def test_a_loop_without_steps_is_warned_of():
     with pytest.warns(StepsWarning, match="3 micro-batches per optimizer step") as caught:
         train()
     assert len(caught) == 1
+
+
+def test_accumulation_by_hand_is_warned_of_if_micro_batches_are_unequal():
+    """The last micro-batch of a step has 4 samples, and its loss had the weight of 8."""
+    plan = made_plan(SPLIT, kind="cpu", effective=NUM_SAMPLES)
+    loader = plan.loader(samples("tensor", "loss_fn") * 3)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(StepsWarning, match="a step have 8 and 4 samples") as caught:
+        for number, (inputs, targets) in enumerate(loader, 1):
+            (F.mse_loss(model(inputs), targets) / 3).backward()
+            if number % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert len(caught) == 1

@@ -370,7 +370,7 @@ def test_a_model_of_an_earlier_loop_does_not_matter(ranks):
 def test_a_loop_without_steps_is_warned_of_if_ranks_are_unequal(ranks):
     """DDP averages the means of 7 samples and of 1 sample. With one forward per step, nothing was said."""
     for texts in found_by(ranks, "without steps"):
-        assert any("have 7, 1 samples of a micro-batch" in text for text in texts)
+        assert any("The ranks have 7, 1 samples" in text for text in texts)
 
 
 def test_a_sampler_with_another_order_on_each_rank_is_refused(ranks):
