@@ -363,10 +363,14 @@ def test_accumulation_by_hand_is_warned_of_if_micro_batches_are_unequal():
     loader = plan.loader(samples("tensor", "loss_fn") * 3)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(StepsWarning, match="a step have 8 and 4 samples") as caught:
+
+    def train():
         for number, (inputs, targets) in enumerate(loader, 1):
             (F.mse_loss(model(inputs), targets) / 3).backward()
             if number % 3 == 0:
                 optimizer.step()
                 optimizer.zero_grad()
+
+    with pytest.warns(StepsWarning, match="a step have 8 and 4 samples") as caught:
+        train()
     assert len(caught) == 1
