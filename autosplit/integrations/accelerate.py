@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,6 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.data_loader import DataLoaderShard
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, send_to_device
 from torch import nn
@@ -42,14 +41,17 @@ from autosplit.ddp.setup import agree_on
 from autosplit.ddp.user_collectives import LossCollectives
 from autosplit.errors import InputError, warn_user
 from autosplit.integrations.gradient_norms import RunNorms
+from autosplit.integrations.loop_checks import LoopChecks
 from autosplit.integrations.loop_position import LoopPosition
 from autosplit.integrations.oom_halves import CutBatches, refuse_gathering
 from autosplit.integrations.own_loss import OwnLoss, warn_of_router_loss
 from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarning, Share, find_share, warn_of_no_plan
 from autosplit.integrations.share_loader import loader_options
+from autosplit.integrations.shares_optimizer import SharesOptimizer
 from autosplit.integrations.trained_gradients import TrainedGradients
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
+from autosplit.parallel.accumulation import WatchedParameter
 from autosplit.parallel.batch_counts import Count
 from autosplit.parallel.loss_weights import UnevenLossWarning
 from autosplit.parallel.parts import OnOom
@@ -143,26 +145,6 @@ class SharesLoader(DataLoaderShard):
         position.end()
 
 
-class SharesOptimizer(AcceleratedOptimizer):
-    """accelerate's optimizer, but it steps only at the end of the plan's optimizer steps."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, position: LoopPosition, **options: Any) -> None:
-        super().__init__(optimizer, **options)
-        self._position = position
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update the parameters if an optimizer step of the plan ends here. Otherwise do nothing."""
-        self._position.step(runs=closure is not None)
-        super().step(closure)
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients, except within an optimizer step of the plan."""
-        if self._position.begins_step:  # accelerate would not clear here, but the loop may call zero_grad only here
-            self.optimizer.zero_grad(set_to_none is not False)
-        elif not self._position.keeps_gradients:
-            super().zero_grad(set_to_none)
-
-
 class Accelerator(accelerate.Accelerator):
     """accelerate's Accelerator that follows a plan.
 
@@ -218,6 +200,7 @@ class Accelerator(accelerate.Accelerator):
             sums = self.share is not None and self.share.plan.loss_reduction == "sum"
             refuse_combined_scope(on_oom=on_oom, noise_scale=noise_scale is not None, sums=sums)
         self._own_loss: OwnLoss | None = None
+        self._checks = LoopChecks()
         self._cut = None if self.share is None else CutBatches.of_share(self.share, on_oom, self, count)
         divides = False
         if self.share is None:
@@ -302,7 +285,9 @@ class Accelerator(accelerate.Accelerator):
         if self.share is None or getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement)
         placed = self.device_placement if device_placement is None else device_placement
-        prepared = SharesOptimizer(optimizer, self._position, device_placement=placed, scaler=self.scaler)
+        prepared = SharesOptimizer(
+            optimizer, self._position, self._compare_gradients, device_placement=placed, scaler=self.scaler
+        )
         self._optimizers.append(prepared)
         return prepared
 
@@ -329,20 +314,22 @@ class Accelerator(accelerate.Accelerator):
         _refuse_without_shares(None if self.share is None else self.gradient_state.active_dataloader)
         one = self._position.run()
         if one is None:
+            self._refuse_unprepared_loader()
             super().backward(loss, **kwargs)
             return
+        self._position.refuse_early_clear(one)
         self._do_sync()
+        self._checks.check(one, self._optimizers)
         if self._own_loss is not None:
             asked, self._own_loss = self._own_loss, None
             asked.end()
             assert self.share is not None, "a position belongs to a micro-batch"
-            self.share.refuse_uncounted_batchnorms(
-                self._models[0], self.gradient_state.active_dataloader.sampler_of_shares
-            )
+            self.share.refuse_uncounted_batchnorms(self._models[0], self._shares_loader.sampler_of_shares)
             if self._collectives is not None:
                 self._collectives.refuse(loss, one.weight, "the Accelerator")
             if self._weighs_samples:
                 self._examine(asked, loss)
+        watched = WatchedParameter.of(loss) if self._cut is None else None
         # accelerate divides the loss by the accumulation steps. Undo this, because the weights already add up to 1.
         weight = one.weight * self.gradient_accumulation_steps
         run = partial(weighted_backward, super().backward, loss, weight, self._models, **kwargs)
@@ -351,10 +338,20 @@ class Accelerator(accelerate.Accelerator):
             norms.begin()
         with nullcontext() if norms is None else norms.recorded(loss, one.weight, one.total, self.scaler, self._models):
             run() if self._cut is None else self._cut.backward(run, loss, ends_step=one.ends_step)
-        if self._gradients is not None and one.ends_step:
-            self._gradients.compare(self._optimizers, "an optimizer step", self.device)
+        self._checks.end_backward(watched, one, self._optimizers)
         if norms is not None and one.ends_step:
             norms.finish(one.total)
+
+    def _refuse_unprepared_loader(self) -> None:
+        if self.share is not None and self.share.accumulation_steps > 1 and not self._position.has_begun:
+            raise InputError(
+                f"The plan's step has {self.share.accumulation_steps} micro-batches, but no loader of the plan was "
+                "used. Pass the training loader to accelerator.prepare, with shuffle=True, or to shares_of.",
+            )
+
+    def _compare_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._gradients is not None:
+            self._gradients.compare([optimizer], "an optimizer step", self.device)
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
@@ -387,7 +384,7 @@ class Accelerator(accelerate.Accelerator):
             super().clip_grad_value_(parameters, clip_value)
 
     def _examine(self, asked: OwnLoss, loss: torch.Tensor) -> None:
-        loader = self.gradient_state.active_dataloader.base_dataloader
+        loader = self._shares_loader.base_dataloader
         model = self.unwrap_model(self._models[0])
         assert self.share is not None, "only called with a plan"
         reason = asked.examine(loss, model, loader, is_checked=bool(self.share.plan.checks))
@@ -397,6 +394,12 @@ class Accelerator(accelerate.Accelerator):
         if int(super().gather(is_other).max()):
             text = reason or "In another process the loss is not a mean over samples. Pass count= to the Accelerator."
             raise InputError(f"{text} Without it, micro-batches are weighted by their samples.")
+
+    @property
+    def _shares_loader(self) -> SharesLoader:
+        """The loader of the running micro-batch. A loop over `list(loader)` has ended it already."""
+        active = self.gradient_state.active_dataloader
+        return active if active is not None else next(one for one in self._dataloaders if isinstance(one, SharesLoader))
 
     def _drop_gradients(self) -> None:
         for optimizer in self._optimizers:

@@ -29,7 +29,7 @@ from autosplit.ddp.batchnorms import silenced
 from autosplit.ddp.group_end import release_group_last
 from autosplit.ddp.setup import agree_on
 from autosplit.ddp.user_collectives import LossCollectives
-from autosplit.errors import InputError, PlanError
+from autosplit.errors import InputError, PlanError, warn_user
 from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
 from autosplit.integrations.lightning_oom_cuts import CutMixin, CutSteps, refuse_no_mixin
 from autosplit.integrations.lightning_workload import PRECISIONS, asked_loss, workload
@@ -38,6 +38,7 @@ from autosplit.integrations.process_share import MarkingBatchSampler, NoPlanWarn
 from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.trained_gradients import TrainedGradients
 from autosplit.integrations.weighted_backward import Weighed, batches_of, weighed
+from autosplit.parallel.awaited_update import StepsWarning
 from autosplit.parallel.batch_counts import Count
 from autosplit.parallel.loss_weights import UnevenLossWarning
 from autosplit.parallel.parts import OnOom
@@ -205,6 +206,7 @@ class Shares(lightning.pytorch.Callback):
         self._loader: SharesLoader | None = None
         self._finding: Finding | None = None
         self._at: Weighed | None = None
+        self._ran: Weighed | None = None  # the micro-batch of the last backward
         self._backward = ExitStack()
         cuts = None if self.share is None else cuts_for(self, on_oom, **self.share.cut_options)
         self._cut = None if cuts is None else CutSteps(cuts)
@@ -270,6 +272,7 @@ class Shares(lightning.pytorch.Callback):
                 "automatic_optimization is False. Expected True, because Lightning does not report the end of an "
                 "optimizer step otherwise. Set it to True, or write the training loop with autosplit.ddp.",
             )
+        _warn_of_frequencies(trainer, self.share.accumulation_steps)
         release_group_last(trainer.strategy.model)
         self._find_loader(trainer)
         assert self._loader is not None, "`setup` sets it"
@@ -306,7 +309,12 @@ class Shares(lightning.pytorch.Callback):
                 f"{self.share.accumulation_steps} in every epoch. Remove the code that sets it, such as a "
                 "GradientAccumulationScheduler.",
             )
-        self._at = self._loader.walked[batch_idx]
+        self._at = self._loader.walked.get(batch_idx)
+        if self._at is None:
+            raise InputError(
+                "training_step takes dataloader_iter, so it draws the batches itself. Expected a training_step with "
+                "batch, because each batch has a weight of the plan. Take batch instead.",
+            )
         if self._collectives is not None:
             self._collectives.begin()
         if self._norms is not None and self._at.position == 0:
@@ -367,6 +375,13 @@ class Shares(lightning.pytorch.Callback):
         """Multiply the gradient by the weight. Undo Lightning's division by the accumulation steps."""
         if self._loader is None or self._at is None or (self._cut is not None and self._cut.has_run):
             return
+        if self._cut is None and self._ran is self._at and self._at.length > 1:
+            raise InputError(
+                f"A second backward ran for a micro-batch, but the plan's step has {self._at.length} micro-batches. An "
+                "optimizer that runs its closure twice (SAM, LBFGS) would add up their gradients. Use another "
+                "optimizer, or a plan with accumulation_steps=1.",
+            )
+        self._ran = self._at
         if self._collectives is not None:
             self._collectives.refuse(loss, self._at.weight, "Shares")
         weight = self._at.weight * trainer.accumulate_grad_batches
@@ -389,3 +404,13 @@ class Shares(lightning.pytorch.Callback):
             self._norms.spoil()
         if self._at.ends_step:
             self._norms.finish(self._at.total)
+
+
+def _warn_of_frequencies(trainer: Any, accumulation_steps: int) -> None:
+    frequencies = [one.frequency for one in trainer.lr_scheduler_configs if one.interval == "step"]
+    if accumulation_steps > 1 and max(frequencies, default=1) > 1:
+        warn_user(
+            f"A scheduler has interval 'step' and frequency {max(frequencies)}, but Lightning counts micro-batches, of "
+            f"which the plan's step has {accumulation_steps}. Use frequency 1, and let the scheduler count.",
+            StepsWarning,
+        )

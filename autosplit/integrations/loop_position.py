@@ -47,6 +47,7 @@ class LoopPosition:
         self._has_stepped = False  # optimizer.step() was called after that backward
         self._steps_seldom = False  # an earlier micro-batch of this optimizer step had no optimizer.step()
         self._steps_always = False  # an earlier micro-batch of this optimizer step had an optimizer.step()
+        self._cleared_early: Weighed | None = None  # the last micro-batch whose gradients were cleared too early
 
     @property
     def at(self) -> Weighed | None:
@@ -62,6 +63,29 @@ class LoopPosition:
     def is_in_mid_step(self) -> bool:
         """Whether the gradients contain only a part of an optimizer step."""
         return self.at is not None and not self.at.ends_step
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a `SharesLoader` was ever iterated."""
+        return self._iterations > 0
+
+    def clear_early(self) -> None:
+        """Record that `zero_grad` of an optimizer was called after a backward, but before its step.
+
+        A further backward of the micro-batch then has no gradients of earlier micro-batches.
+        """
+        at = self.at
+        if at is not None and at.length > 1 and self._has_run and (self._is_within or at.ends_step):
+            self._cleared_early = at
+
+    def refuse_early_clear(self, one: Weighed) -> None:
+        """Raise InputError if gradients were cleared between two backwards of a micro-batch."""
+        if self._cleared_early is one:
+            raise InputError(
+                "optimizer.zero_grad() was called between two backwards of a micro-batch, which would discard earlier "
+                "micro-batches of the plan's step. Call it after optimizer.step(). In a GAN, freeze the discriminator "
+                "in the generator's backward: discriminator.requires_grad_(False).",
+            )
 
     @property
     def keeps_gradients(self) -> bool:

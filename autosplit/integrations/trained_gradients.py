@@ -39,8 +39,8 @@ class TrainedGradients:
 
         def describe(found: list[Tensor]) -> list[Described | None]:
             known: dict[int, Described | None] = {}
-            for model in self._models:
-                known |= described_in(model, self._trained)
+            for number, model in enumerate(self._models):
+                known |= described_in(model, self._trained, f"model {number}: " if number else "")
             return described(found, known, "outside")
 
         self._comparison.compare(parameters, describe, step, device)

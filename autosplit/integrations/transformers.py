@@ -40,11 +40,12 @@ from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
 from autosplit.integrations.loss_mean import SUM, TOLERANCE, Finding, Samples, count_by, examine_others, warn_of_finding
 from autosplit.integrations.own_loss import warn_of_router_loss
 from autosplit.integrations.process_share import NoPlanWarning, Share, find_share, warn_of_no_plan
-from autosplit.integrations.share_loader import loader_options, taken_mark
+from autosplit.integrations.share_loader import MarkingCollate, loader_options, taken_mark
 from autosplit.integrations.trained_gradients import TrainedGradients
 from autosplit.integrations.transformers_workload import workload
 from autosplit.integrations.weighted_backward import weighted_backward
 from autosplit.parallel.batch_counts import Count, counted
+from autosplit.parallel.forgotten_calls import ROUNDING, outer_factor
 from autosplit.parallel.loss_weights import IGNORED_LABEL, UnevenLossWarning
 from autosplit.parallel.parts import OnOom, Part
 from autosplit.parallel.rank_scope import (
@@ -129,6 +130,7 @@ class SharesMixin(Mixed):
         self._weights: deque[float] = deque()
         self._items: deque[float] = deque()
         self._total: float = 0
+        self._num_drawn = 0
         self._norms = RunNorms.of_share(self.share, noise_scale)
         self.noise_scale = None if self._norms is None else self._norms.noise_scale
         self._finding: Finding | None = None
@@ -176,7 +178,9 @@ class SharesMixin(Mixed):
         """Draw the micro-batches of an optimizer step, and compute their weights."""
         if self.share is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._refuse_unused_weights()
         batches = list(islice(epoch_iterator, num_batches))
+        self._num_drawn = len(batches)
         samples = [taken_mark(batch) for batch in batches]
         if self._scope == "ranks":
             self._weights = deque(self._weights_over_ranks(batches, samples))
@@ -196,6 +200,21 @@ class SharesMixin(Mixed):
         self._weights = deque(number * self.share.num_processes / total if total else 0.0 for number in items)
         self._items, self._total = deque(items), total
         return batches, None
+
+    def _refuse_unused_weights(self) -> None:
+        """Raise InputError if the Trainer's own loader or training_step does not follow the plan."""
+        if not isinstance(getattr(self.callback_handler.train_dataloader, "collate_fn", None), MarkingCollate):
+            raise InputError(
+                "The Trainer has its own get_train_dataloader, whose batches do not follow the plan. Expected the "
+                "loader of SharesMixin. Change train_dataset or data_collator instead, or call "
+                "super().get_train_dataloader().",
+            )
+        if self._weights and len(self._weights) == self._num_drawn:
+            raise InputError(
+                f"training_step used none of the {self._num_drawn} weights of an optimizer step, so micro-batches "
+                "counted equally. Expected super().training_step. Put your class after SharesMixin, or change "
+                "compute_loss instead.",
+            )
 
     @property
     def _rule(self) -> str | None:
@@ -316,10 +335,12 @@ class SharesMixin(Mixed):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train. With several processes, first compare their plans, and detect failures of other processes."""
-        if self.share is None or self.share.num_processes == 1:
-            return super().train(*args, **kwargs)
-        with ddp.setup(self.share.plan):
-            return super().train(*args, **kwargs)
+        try:
+            with nullcontext() if self.share is None or self.share.num_processes == 1 else ddp.setup(self.share.plan):
+                return super().train(*args, **kwargs)
+        finally:
+            self.accelerator.__dict__.pop("backward", None)  # the class's method is then visible again
+            self._weights.clear()
 
     # Implementation
 
@@ -329,20 +350,29 @@ class SharesMixin(Mixed):
     ) -> Iterator[None]:
         """Weight the loss in the accelerator's backward, which every Trainer calls."""
         accelerator = self.accelerator
+        accelerator.__dict__.pop("backward", None)  # of the micro-batch before
         backward = accelerator.backward
 
         def weighted(loss: torch.Tensor, **options: Any) -> None:
+            self._refuse_division(loss)
             if self._collectives is not None:
                 self._collectives.refuse(loss, weight, "the Trainer")
             run = partial(weighted_backward, backward, loss, weight, [model], **options)
             with self._recorded(loss, items, model):
                 run() if attempt is None else attempt.backward(run, loss)
 
+        # It remains until the next micro-batch, because adversarial training runs a second backward.
         accelerator.backward = weighted
-        try:
-            yield
-        finally:
-            del accelerator.backward  # the class's method is then visible again
+        yield
+
+    def _refuse_division(self, loss: torch.Tensor) -> None:
+        assert self.share is not None, "only called with a plan"
+        steps, factor = self.share.accumulation_steps, outer_factor(loss)
+        if steps > 1 and factor and abs(factor * steps - 1) < ROUNDING:
+            raise InputError(
+                f"training_step divides the loss by {steps}, but the plan weights each of the {steps} micro-batches "
+                "itself. Expected the mean loss. Leave the division out.",
+            )
 
     def _recorded(self, loss: torch.Tensor, items: float, model: nn.Module) -> AbstractContextManager[None]:
         if self._norms is None or not items:
@@ -378,7 +408,8 @@ class SharesMixin(Mixed):
             self.model.train(was_training)
 
     def _divides_by_items(self, batch: Any) -> bool:
-        if self.compute_loss_func is None or "labels" not in batch:
+        has_own = self.compute_loss_func is not None or type(self).compute_loss is not transformers.Trainer.compute_loss
+        if not has_own or "labels" not in batch:
             return False
         first, second = (
             float(

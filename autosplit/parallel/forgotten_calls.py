@@ -45,7 +45,7 @@ class ForgottenCalls(StepListener):
 
     def first_loss(self, loss: Tensor, samples: int, weight: float) -> None:  # noqa: ARG002
         """Warn if the loop divides the loss of the first step itself, as `step.backward` does."""
-        step, factor = self._steps[-1], _outer_factor(loss)
+        step, factor = self._steps[-1], outer_factor(loss)
         divisors = [number for number in (step.micro_steps, step.num_ranks, 1 / weight) if number > 1]
         if len(self._steps) == 1 and factor and any(abs(factor * number - 1) < ROUNDING for number in divisors):
             warn_user(
@@ -88,7 +88,7 @@ class _Step:
     awaited: AwaitedUpdate
 
 
-def _outer_factor(loss: Tensor) -> float | None:
+def outer_factor(loss: Tensor) -> float | None:
     """Return the number by which a loss was multiplied last. None if there is none, or if the loss adds up others."""
     node = loss.grad_fn
     name, *inner = (

@@ -37,6 +37,7 @@ from autosplit.integrations.accelerate import (
     set_arguments,
 )
 from autosplit.integrations.process_share import share_of
+from autosplit.parallel.awaited_update import StepsWarning
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.plan.layout import DdpOptions
 from autosplit.probe.check_result import Check
@@ -652,6 +653,82 @@ class TestLoops:
         loop.loader.set_epoch(0)
         loop.steps_always()
         assert (loop.done, loop.error() < 1e-12) == (3, True)
+
+    @pytest.mark.parametrize("how", ["model", "None", "zero"])
+    def test_gradients_that_are_cleared_past_the_optimizer_are_refused(self, how):
+        """`model.zero_grad()` at the start of each batch left the gradient of the last micro-batch alone."""
+        loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
+        with pytest.raises(InputError, match="before micro-batch 2 of 3"):  # noqa: PT012
+            for batch in loop.loader:
+                with loop.accelerator.accumulate(loop.model):
+                    if how == "None":
+                        for one in loop.model.parameters():
+                            one.grad = None
+                    else:
+                        loop.model.zero_grad(set_to_none=how == "model")
+                    loop.run(batch)
+                    loop.step()
+
+    def test_a_gan_that_clears_between_its_backwards_is_refused(self):
+        """The second model had only the gradient of the step's last micro-batch."""
+        loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
+        other = loop.accelerator.prepare(torch.optim.SGD(loop.model.parameters(), lr=0.1))
+        with pytest.raises(InputError, match="between two backwards"):  # noqa: PT012
+            for batch in loop.loader:
+                with loop.accelerator.accumulate(loop.model):
+                    loop.run(batch)
+                    loop.step()
+                    other.zero_grad()
+                    loop.run(batch)
+                    other.step()
+
+    def test_optimizers_that_take_turns_may_clear_both(self):
+        loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
+        other = loop.accelerator.prepare(torch.optim.SGD(loop.model.parameters(), lr=0.1))
+        for batch in loop.loader:
+            with loop.accelerator.accumulate(loop.model):
+                loop.run(batch)
+                loop.step()
+                other.zero_grad()
+        assert loop.done == 3
+
+    @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+    def test_a_scheduler_that_was_not_prepared_is_warned_of(self):
+        """It stepped once per micro-batch, so the learning rate fell three times as fast."""
+        loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer.optimizer, 0.5)
+
+        def train():
+            for batch in loop.loader:
+                with loop.accelerator.accumulate(loop.model):
+                    loop.run(batch)
+                    loop.step()
+                    schedule.step()
+
+        with pytest.warns(StepsWarning, match=r"accelerator\.prepare") as caught:
+            train()
+        assert [one.category for one in caught].count(StepsWarning) == 1
+
+    def test_a_loader_that_was_not_prepared_is_refused(self):
+        """Each loss was divided by the number of micro-batches, and the step had as many whole batches."""
+        loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
+        with pytest.raises(InputError, match="no loader of the plan"):
+            loop.run(COLLATE["bert"](list(TEXTS)[:8]))
+
+    def test_a_closure_is_refused(self):
+        """accelerate calls it at the last micro-batch only."""
+        loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
+        batch = next(iter(loop.loader))
+        with loop.accelerator.accumulate(loop.model), pytest.raises(InputError, match="closure"):
+            loop.optimizer.step(lambda: loop.run(batch))
+
+    def test_an_epoch_of_one_step_may_be_a_list(self):
+        """The loader had ended, so the loss could not be examined: AttributeError."""
+        loop = Loop(make_accelerator(plan=shared.shares_plan((25,), 50)))
+        for batch in list(loop.loader):
+            loop.run(batch)
+            loop.step()
+        assert loop.done == 1
 
     def test_two_loaders_at_once(self):
         loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))

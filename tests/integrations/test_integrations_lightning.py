@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from autosplit import tune
 from autosplit.errors import InputError, PlanError
 from autosplit.integrations.lightning import CutMixin, CutWarning, NoPlanWarning, Shares, UnevenLossWarning, workload
+from autosplit.parallel.awaited_update import StepsWarning
 from autosplit.plan.other_model import OtherModelWarning
 
 pytestmark = [
@@ -436,6 +437,47 @@ class TestRefusals:
     def test_a_plan_for_several_devices_of_one_process(self):
         with raises(PlanError, "2"):
             Shares(shared.shares_plan((6, 2), 16, in_one=True))
+
+    def test_a_closure_that_runs_twice(self):
+        """SAM and LBFGS added up the gradients of their backwards."""
+
+        class Twice(torch.optim.SGD):
+            def step(self, closure=None):
+                closure()
+                return super().step(closure)
+
+        class Own(Module):
+            def configure_optimizers(self):
+                return Twice(self.parameters(), lr=0.1)
+
+        shares = Shares(shared.shares_plan((8,), 20))
+        with raises(InputError, "second backward"):
+            make_trainer(shares, devices=1, limit_val_batches=0).fit(Own("bert"), shares.data(Data("bert")))
+
+    @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`:UserWarning")
+    def test_a_step_that_draws_its_batches(self):
+        """A KeyError was raised."""
+
+        class Own(Module):
+            def training_step(self, dataloader_iter):
+                return super().training_step(next(dataloader_iter)[0], 0)
+
+        shares = Shares(shared.shares_plan((8,), 20))
+        with raises(InputError, "dataloader_iter"):
+            make_trainer(shares, devices=1, limit_val_batches=0).fit(Own("bert"), shares.data(Data("bert")))
+
+    def test_a_schedule_that_counts_micro_batches_is_said(self):
+        """Lightning steps it at every n-th micro-batch, if that ends an optimizer step."""
+
+        class Own(Module):
+            def configure_optimizers(self):
+                made = super().configure_optimizers()
+                made["lr_scheduler"]["frequency"] = 2
+                return made
+
+        shares = Shares(shared.shares_plan((8,), 20))
+        with pytest.warns(StepsWarning, match="frequency 2"):
+            make_trainer(shares, devices=1, limit_val_batches=0).fit(Own("bert"), shares.data(Data("bert")))
 
     def test_manual_optimization(self):
         shares, module = Shares(shared.shares_plan((8,), 16)), Module("bert")

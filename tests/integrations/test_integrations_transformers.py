@@ -22,6 +22,7 @@ from gpus import KIND
 from ranks import found_by, run_ranks_once
 from shared_training import CLIP, COLLATE, EVALUATES_BY, HELD_OUT, JOBS, LR, PRELOAD, STEPS, STOPS_AT, TEXTS, WARMUP
 from torch import nn
+from torch.utils.data import DataLoader
 
 import autosplit
 from autosplit.errors import DeviceError, InputError
@@ -338,6 +339,37 @@ class TestFeatures:
         trainer.train()
         assert error(trainer, 20, 6) < 1e-9
 
+    @pytest.mark.parametrize("items", [True, False])
+    def test_a_method_of_ones_own_for_the_loss_gets_the_items(self, tmp_path, items):
+        """It got None, and a loss that divides by the items of the step raised a TypeError."""
+
+        class Own(Mixed):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                labels = inputs.pop("labels")
+                return (loss_by_items if items else mean_loss)(model(**inputs), labels, num_items_in_batch)
+
+        args = make_args(tmp_path, max_steps=6)
+        trainer = make_trainer("bert", shared.shares_plan((8,), 20), args, cls=Own)
+        trainer.train()
+        assert error(trainer, 20, 6) < 1e-9
+
+    def test_a_second_backward_has_the_weight_of_the_first(self, tmp_path):
+        """Adversarial training runs another backward after the Trainer's, which had no weight."""
+
+        class Adversarial(Mixed):
+            def training_step(self, model, inputs, num_items_in_batch=None):
+                loss = super().training_step(model, dict(inputs), num_items_in_batch)
+                self.accelerator.backward(self.compute_loss(model, dict(inputs)))
+                return loss
+
+        def weights(size: int) -> torch.Tensor:
+            args = make_args(tmp_path, max_steps=6, optim="sgd")
+            trainer = make_trainer("bert", shared.shares_plan((size,), 20), args, cls=Adversarial)
+            trainer.train()
+            return shared.weights_of(trainer.model)
+
+        assert torch.allclose(weights(8), weights(20), rtol=0, atol=1e-12)
+
     @pytest.mark.parametrize("evaluates_before", [False, True])
     @pytest.mark.parametrize("plan", [shared.shares_plan((8,), 20), shared.shares_plan((5, 3), 20, in_one=True)])
     def test_mixed_precision(self, tmp_path, plan, evaluates_before):
@@ -373,6 +405,34 @@ class TestRefusals:
 
         trainer = make_trainer("bert", shared.shares_plan((8,), 16), make_args(tmp_path), cls=Weighted)
         with raises(InputError, "WeightedRandomSampler"):
+            trainer.train()
+
+    @pytest.mark.parametrize("divided", [True, False])
+    def test_a_training_step_of_ones_own_without_weights(self, tmp_path, divided):
+        """Its micro-batches counted equally, or were divided by their number once more."""
+
+        class Steps(Watched):
+            def training_step(self, model, inputs, num_items_in_batch=None):
+                loss = self.compute_loss(model, self._prepare_inputs(inputs))
+                self.accelerator.backward(loss / (self.args.gradient_accumulation_steps if divided else 1))
+                return loss.detach()
+
+        bases = (SharesMixin, Steps) if divided else (Steps, Trainer)
+        cls = type("Own", bases, {"training_step": bases[0].training_step})
+        trainer = make_trainer("bert", shared.shares_plan((8,), 20), make_args(tmp_path), cls=cls)
+        with raises(InputError, "divides the loss by 3" if divided else "none of the 3 weights"):
+            trainer.train()
+
+    def test_a_loader_of_ones_own(self, tmp_path):
+        """An AttributeError was raised, or with `count=` each micro-batch was a whole batch."""
+
+        class Loads(Mixed):
+            def get_train_dataloader(self):
+                loader = DataLoader(TEXTS, batch_size=8, collate_fn=COLLATE["bert"])
+                return self.accelerator.prepare(loader)
+
+        trainer = make_trainer("bert", shared.shares_plan((8,), 20), make_args(tmp_path), cls=Loads)
+        with raises(InputError, "get_train_dataloader"):
             trainer.train()
 
     @pytest.mark.parametrize(
