@@ -259,6 +259,7 @@ def test_tools_are_imported_where_they_are_meant() -> None:
     }
     assert {name: tools for name, tools in found.items() if tools} == {
         "integrations.accelerate": {"accelerate"},
+        "integrations.shares_optimizer": {"accelerate"},
         "integrations.uneven_gather": {"accelerate"},
         "integrations.lightning": {"lightning"},
         "integrations.lightning_workload": {"lightning"},

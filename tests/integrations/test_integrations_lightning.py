@@ -454,7 +454,8 @@ class TestRefusals:
         with raises(InputError, "second backward"):
             make_trainer(shares, devices=1, limit_val_batches=0).fit(Own("bert"), shares.data(Data("bert")))
 
-    @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`:UserWarning")
+    @pytest.mark.filterwarnings("ignore:.*dataloader_iter:UserWarning")
+    @pytest.mark.filterwarnings("ignore::autosplit.integrations.lightning.UnevenLossWarning")
     def test_a_step_that_draws_its_batches(self):
         """A KeyError was raised."""
 
