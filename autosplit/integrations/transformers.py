@@ -131,6 +131,7 @@ class SharesMixin(Mixed):
         self._items: deque[float] = deque()
         self._total: float = 0
         self._num_drawn = 0
+        self._items_weight = 1.0
         self._norms = RunNorms.of_share(self.share, noise_scale)
         self.noise_scale = None if self._norms is None else self._norms.noise_scale
         self._finding: Finding | None = None
@@ -244,7 +245,7 @@ class SharesMixin(Mixed):
         return [size / total if total else 0.0 for size in sizes]
 
     def _weighted_by_items(self, batches: list[Any], samples: list[int | None], device: Any) -> Any:
-        self._weights = deque(float(number != 0) for number in samples)
+        self._weights = deque(self._items_weight * (number != 0) for number in samples)
         ignoring = [one if number != 0 else _ignored(one) for one, number in zip(batches, samples, strict=True)]
         step_items = self._get_num_items_in_batch(ignoring, device)
         if self._norms is not None:
@@ -411,15 +412,22 @@ class SharesMixin(Mixed):
         has_own = self.compute_loss_func is not None or type(self).compute_loss is not transformers.Trainer.compute_loss
         if not has_own or "labels" not in batch:
             return False
-        first, second = (
-            float(
-                self.compute_loss(
-                    self.model, self._prepare_inputs(batch), num_items_in_batch=torch.tensor(items).to(self.args.device)
-                )
-            )
-            for items in (8, 16)
-        )
-        return abs(first - 2 * second) <= TOLERANCE * abs(first)
+        first, second, own = self._loss_with(batch, 8), self._loss_with(batch, 16), 0.0
+        divides = abs(first - 2 * second) <= TOLERANCE * abs(first)
+        if divides and self.args.average_tokens_across_devices and first:
+            # Trainer.compute_loss multiplies by the processes, because DDP averages. A method of one's own may not.
+            self.args.average_tokens_across_devices = False
+            try:
+                own = self._loss_with(batch, 8)
+            finally:
+                self.args.average_tokens_across_devices = True
+            assert self.share is not None, "only called with a plan"
+            self._items_weight = float(round(self.share.num_processes * own / first))
+        return divides
+
+    def _loss_with(self, batch: Any, items: int) -> float:
+        counted_items = torch.tensor(items).to(self.args.device)
+        return float(self.compute_loss(self.model, self._prepare_inputs(batch), num_items_in_batch=counted_items))
 
 
 class Trainer(SharesMixin, transformers.Trainer):

@@ -168,11 +168,24 @@ CUT = {
     "cut, own loss": (("bert", (7, 1), 20), Faults(above=3), loss_by_items),
 }
 
+
+class Divides(Mixed):
+    """A user's Trainer whose own method divides by the items of the step."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs["labels"]
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        items = len(labels) if num_items_in_batch is None else num_items_in_batch
+        loss = loss_by_items(outputs, labels, items)
+        return (loss, outputs) if return_outputs else loss
+
+
 TWO = {
     **{name: partial(cut, job, faults, name=name, loss=loss) for name, (job, faults, loss) in CUT.items()},
     **{name: partial(trained, *job, name=name, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, name="workers", resumes=True, workers=1),
     "own loss": partial(trained, "bert", (7, 1), 20, name="own", loss=loss_by_items),
+    "own method": partial(trained, "bert", (7, 1), 20, name="method", cls=Divides),
     "cut with a static graph": cut_with_a_static_graph,
 }
 
@@ -196,8 +209,9 @@ class TestTwoRanks:
     def test_a_checkpoint_of_the_middle_of_an_epoch_goes_on(self, two, name):
         shared.check_resumed(found_by(two, name), RESUMED[name], BOUNDS[RESUMED[name][0]])
 
-    def test_a_loss_of_ones_own_gets_the_items_of_the_whole_step(self, two):
-        shared.check_trained(found_by(two, "own loss"), ("bert", (7, 1), 20))
+    @pytest.mark.parametrize("name", ["own loss", "own method"])
+    def test_a_loss_of_ones_own_gets_the_items_of_the_whole_step(self, two, name):
+        shared.check_trained(found_by(two, name), ("bert", (7, 1), 20))
 
     def test_evaluation_is_transformers_own(self, two):
         """For some models, its mean over several processes is not the mean over the samples (transformers 5.23)."""
