@@ -32,7 +32,7 @@ class RankModel(DistributedDataParallel):
     Attributes:
         trained: The ids of the parameters that DDP synchronises. Parameters that are unfrozen, added or replaced later
             are not synchronised.
-        calls: One number, of the forwards that torch.compile did not compile.
+        calls: One number, of the training forwards that torch.compile did not compile. A rank may evaluate alone.
     """
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
@@ -49,12 +49,12 @@ class RankModel(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model. Synchronise the ranks, unless the model only evaluates."""
-        if not torch.compiler.is_compiling():
-            self.calls[0] += 1
-            if not self._has_run:
-                self._has_run = True
-                self._refuse_outer()
+        if not self._has_run and not torch.compiler.is_compiling():
+            self._has_run = True
+            self._refuse_outer()
         if self.module.training or torch.is_grad_enabled():  # the user may call `eval` of the inner model only
+            if not torch.compiler.is_compiling():
+                self.calls[0] += 1
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         synchronises, self.require_forward_param_sync = self.require_forward_param_sync, False
         try:
