@@ -106,7 +106,7 @@ WITHOUT_TORCH = (
     "cli.main",
 )
 MOST_MODULES = 80
-MOST_LINES = 14_002
+MOST_LINES = 14_007
 """Limits on what `import autosplit.tuning.tune` loads of autosplit. Lower them when it loads less."""
 
 TOOLS = ("accelerate", "lightning", "peft", "ray", "transformers")

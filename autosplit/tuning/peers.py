@@ -115,7 +115,10 @@ class _Attempts:
 
     @contextmanager
     def next(self, cut: Callable[[], None] | None) -> Iterator[None]:
-        """Run one attempt. If another rank fails, `cut` aborts the collectives of this rank in another thread."""
+        """Run one attempt. If another rank fails, `cut` aborts the collectives of this rank in another thread.
+
+        The thread calls `cut` until the attempt ends.
+        """
         self._number += 1
         self.was_cut = False
         if cut is None or self._store is None:
@@ -145,6 +148,8 @@ class _Attempts:
                     return
             self.was_cut = True
             cut()
+            while not over.wait(LOOK_EVERY_S):
+                cut()  # a collective that begins after a cut is not aborted by it, and waits for the rank that failed
 
 
 class Peers:

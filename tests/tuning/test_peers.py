@@ -42,16 +42,16 @@ def test_the_rank_that_fails_has_not_waited(has_store: bool) -> None:
 
 
 def test_a_rank_is_cut_off_if_another_failed_in_the_same_attempt() -> None:
+    """The rank was cut off once. If its collective began after that, it waited for half an hour."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="a bug of mine"):
         AloneOfTwo(store).all_try(fails, cut=lambda: None)
     peers, cuts = AloneOfTwo(store), []
 
     def waits() -> None:
-        until(lambda: cuts)
+        until(lambda: len(cuts) >= 2)
         fails()
 
     with pytest.raises(ValueError, match="a bug of mine"):
         peers.all_try(waits, cut=lambda: cuts.append(1))
     assert peers.said[0].failure.waited
-    assert cuts == [1]
