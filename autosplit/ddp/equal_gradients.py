@@ -5,7 +5,7 @@ leaves out a loss with parameters, layers that were unfrozen or added later, and
 rank then trains a different model.
 
 So the ranks compare a checksum of their gradients after the last backward of an epoch's first optimizer step. They
-compare again when other parameters have a gradient, or when other wrappers ran. The other steps only read which:
+compare again when other parameters have a gradient, or when other wrappers ran. The other steps compare nothing:
 
     step                      0      1      2      3 (the backbone is unfrozen)   4
     gradients of              head   head   head   head, backbone                 head, backbone

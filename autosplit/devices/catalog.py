@@ -104,7 +104,7 @@ class GpuSpec:
         peak_flops: Dense peak by dtype name, in FLOP/s: always ``float32`` (without tensor cores), ``float16`` and
             ``float64``. ``tf32`` and ``bfloat16`` only if the hardware supports them.
         link_bytes_per_s: Bandwidth to other GPUs in one direction, over its usual link.
-        launch_s: The host's time in seconds to launch a kernel. Steps multiply it, see `sim.kernel_time.HostRates`.
+        launch_s: The host's time in seconds to launch a kernel. An op takes a multiple of it.
         compute_capability: ``"8.6"``. None for a GPU that is not NVIDIA's.
         multiprocessors: None if unknown. Matrix products are then assumed to use the whole GPU.
         sustained: Fraction of the peak that large matrix products reach, by dtype.

@@ -43,7 +43,9 @@ class LoopChecks:
         if one.position == 0:
             return
         watched, self._watched = self._watched, None
-        change = "" if watched is None else watched.change() or ("gradients were set to zero" * watched.is_zeroed())
+        change = "" if watched is None else watched.change()
+        if watched is not None and watched.is_zeroed():
+            change = "gradients were set to zero"
         if change:
             raise InputError(
                 f"{change} before micro-batch {one.position + 1} of {one.length} in the plan's step. Call "

@@ -110,8 +110,8 @@ class WatchedParameter:
     def is_zeroed(self) -> bool:
         """Return whether the gradient was changed since `end_backward`, and is zero now.
 
-        The version alone is not enough, because other backward passes add to the gradient. It saves waiting for the
-        device.
+        Other backward passes change the gradient's version, too. So also look at its values, but only if the version
+        has changed, because that waits for the device.
         """
         grad = self.parameter.grad
         if grad is None or self.gradient_version in (None, grad._version) or grad.layout != torch.strided:  # noqa: SLF001

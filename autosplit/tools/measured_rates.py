@@ -60,7 +60,7 @@ def copy_bytes_per_s(source: torch.device, destination: torch.device) -> float:
 
 
 def best_seconds(run: Callable[[], Tensor | None], *devices: torch.device) -> float:
-    """Return the shortest of a few times of a function in seconds. Before and after it, wait for the devices."""
+    """Run a function a few times, and return the shortest time in seconds. Wait for the devices around each run."""
     found: list[float] = []
     count = 1
     run()
