@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import atexit
 import sys
+import weakref
+from contextlib import suppress
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,26 @@ from torch.nn.parallel import DistributedDataParallel
 from autosplit.errors import InputError
 from autosplit.torch_versions import use_module_alone
 
-_outliving: WeakSet[DistributedDataParallel] = WeakSet()
+_outliving: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 """Models whose group may outlive them, or exist until the interpreter exits."""
+
+
+def destroy_group(group: Any = None) -> None:
+    """Destroy a process group (default: that of the job). Drop the last reference to its gloo threads without the GIL.
+
+    torch 2.6 ends a group with the GIL held, and waits for gloo's threads. If one of them frees the tensors of the last
+    collective, it waits for the GIL: a deadlock. A Python reference to the backend is dropped without the GIL. A
+    finalizer keeps it until the group's own reference is gone, because callers may hold the group.
+    """
+    ended: Any = group or dist.group.WORLD
+    with suppress(Exception):  # a private method of torch, or a group without a backend for CPUs
+        weakref.finalize(ended, _ignore, ended._get_backend(torch.device("cpu")))  # noqa: SLF001
+    del ended
+    dist.destroy_process_group(group)
+
+
+def _ignore(_: object) -> None:
+    """Do nothing, as the finalizer of `destroy_group`."""
 
 
 def release_group_last(wrapped: nn.Module) -> None:
@@ -75,4 +94,4 @@ def _end_group() -> None:
             part_from_group(wrapped)
     # Check the backend of each device. The Trainer chooses "cpu:gloo", and `get_backend()` has no name for it.
     if dist.is_initialized() and dist.Backend.GLOO in dist.get_backend_config():
-        dist.destroy_process_group()
+        destroy_group()

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.failure import abort_group
+from autosplit.ddp.group_end import destroy_group
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import preserved_rng
 from autosplit.runtime.accelerator import pinned
@@ -293,7 +294,7 @@ class RankSteps:
         self._trainee = None
         self._release()
         if self._group is not None:
-            dist.destroy_process_group(self._group)
+            destroy_group(self._group)
             self._group = None
 
     def _release(self) -> None:

@@ -71,3 +71,31 @@ def test_the_group_ends_with_the_script(backend: str, end: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ENDS[end] in done.stdout, done.stderr
     assert (done.returncode != 0) == ("raise" in end)
+
+
+GATHERS = """
+import torch
+import torch.distributed as dist
+
+from autosplit.ddp.group_end import destroy_group
+
+for _ in range(60):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for _ in range(4):
+        everyones = [None]
+        dist.all_gather_object(everyones, "one")
+        parts = [torch.empty(20_000)]
+        dist.all_gather(parts, torch.ones(20_000))
+    del parts
+    destroy_group()
+print("ended")
+"""
+
+
+def test_a_group_ends_while_gloo_frees_the_last_tensors() -> None:
+    """Two of three jobs with a gather as their last line hung at the end of the block (torch 2.6).
+
+    The group's destructor held the GIL and joined the thread of gloo, which waited for the GIL.
+    """
+    done = subprocess.run([sys.executable, "-c", GATHERS], capture_output=True, text=True, timeout=200, check=False)
+    assert "ended" in done.stdout, done.stderr
