@@ -6,8 +6,6 @@ name. Names and UUIDs come from the driver, so no other GPU gets a CUDA context.
 
 from __future__ import annotations
 
-import collections
-import pickle
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -103,38 +101,16 @@ def exchange_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if dist.get_backend() == "gloo" else device
 
 
-_exchanged: collections.deque[Sequence[torch.Tensor]] = collections.deque(maxlen=8)
-
-
-def keep_for_gloo(tensors: Sequence[torch.Tensor]) -> None:
-    """Keep references to the tensors of a collective until eight later collectives have run.
-
-    A thread of gloo drops its references after the collective. It needs the GIL to drop the last one. The main thread
-    holds the GIL in destroy_process_group and waits for the gloo thread: a deadlock (torch 2.6).
-    """
-    _exchanged.append(tensors)
-
-
 def gathered(own: torch.Tensor) -> list[torch.Tensor]:
     """Return every rank's tensor. `own` must be on the `exchange_device` and have the same shape on all ranks."""
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
-    keep_for_gloo([own, *found])
     return found
 
 
 def gathered_objects(value: Any) -> list[Any]:
     """Send a value to all ranks as a pickle, and return every rank's value."""
     values = [value] * dist.get_world_size()
-    if len(values) == 1:
-        return values
-    if dist.get_backend() != "gloo":
+    if len(values) > 1:
         dist.all_gather_object(values, value)
-        return values
-    # torch's function drops its tensors at once, see `keep_for_gloo`.
-    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = [int(size) for size in gathered(torch.tensor([len(own)], device="cpu"))]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-    padded[: len(own)] = own
-    everyones = zip(gathered(padded), sizes, strict=True)
-    return [pickle.loads(bytes(one[:size].tolist())) for one, size in everyones]  # noqa: S301  # from this job's ranks
+    return values

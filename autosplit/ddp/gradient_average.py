@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.ddp.batchnorms import has_synchronised
-from autosplit.ddp.device import exchange_device, keep_for_gloo
+from autosplit.ddp.device import exchange_device
 from autosplit.errors import InputError
 from autosplit.torch_versions import buckets, private
 
@@ -61,7 +61,6 @@ def average_gradients(wrapped: DistributedDataParallel, trained: Collection[int]
     device = parameters[0].device
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=exchange_device(device))
     dist.all_reduce(used, dist.ReduceOp.MAX, group=wrapped.process_group)
-    keep_for_gloo([used])
     grads = [_gradient_of(p) for p, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
     for bucket in buckets(grads, BUCKET_BYTES):
         flat = torch.cat([grad.reshape(-1) for grad in bucket]).div_(dist.get_world_size(wrapped.process_group))

@@ -19,23 +19,19 @@ from autosplit.torch_versions import use_module_alone
 _outliving: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 """Models whose group may outlive them, or exist until the interpreter exits."""
 
+_backends: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""The gloo backend of each process group."""
 
-def destroy_group(group: Any = None) -> None:
-    """Destroy a process group (default: that of the job). Drop the last reference to its gloo threads without the GIL.
 
-    torch 2.6 ends a group with the GIL held, and waits for gloo's threads. If one of them frees the tensors of the last
-    collective, it waits for the GIL: a deadlock. A Python reference to the backend is dropped without the GIL. A
-    finalizer keeps it until the group's own reference is gone, because callers may hold the group.
+def keep_backend(group: Any) -> None:
+    """Keep a Python reference to a group's gloo backend until the group's own Python object is gone.
+
+    The backend then ends without the GIL. torch 2.6 ends a group with the GIL held, and waits for gloo's threads. If
+    one of them frees the tensors of the last collective, it waits for the GIL: a deadlock. torch 2.11 and 2.13 had no
+    deadlock without this function. A group without gloo has no backend for CPUs.
     """
-    ended: Any = group or dist.group.WORLD
-    with suppress(Exception):  # a private method of torch, or a group without a backend for CPUs
-        weakref.finalize(ended, _ignore, ended._get_backend(torch.device("cpu")))  # noqa: SLF001
-    del ended
-    dist.destroy_process_group(group)
-
-
-def _ignore(_: object) -> None:
-    """Do nothing, as the finalizer of `destroy_group`."""
+    with suppress(AttributeError, RuntimeError):
+        _backends[group] = group._get_backend(torch.device("cpu"))  # noqa: SLF001
 
 
 def release_group_last(wrapped: nn.Module) -> None:
@@ -94,4 +90,4 @@ def _end_group() -> None:
             part_from_group(wrapped)
     # Check the backend of each device. The Trainer chooses "cpu:gloo", and `get_backend()` has no name for it.
     if dist.is_initialized() and dist.Backend.GLOO in dist.get_backend_config():
-        destroy_group()
+        dist.destroy_process_group()

@@ -18,7 +18,7 @@ from autosplit.ddp.context import Context
 from autosplit.ddp.device import agreed_backend, device_for, gathered_objects
 from autosplit.ddp.failure import abort_group, is_failure, recorded
 from autosplit.ddp.find_plan import names_plan, plan_for_job
-from autosplit.ddp.group_end import destroy_group
+from autosplit.ddp.group_end import keep_backend
 from autosplit.ddp.progress import Progress
 from autosplit.ddp.rendezvous import Place, meeting_place, place_here, store_of_group
 from autosplit.ddp.user_collectives import user_collectives
@@ -135,7 +135,7 @@ def _process_group(place: Place, ctx: Context, store: Any, timeout_s: float) -> 
         with suppress(Exception) if has_failed else nullcontext():  # a second error must not hide the first
             if has_failed:
                 abort_group(dist.group.WORLD)
-            destroy_group()
+            dist.destroy_process_group()
 
 
 def _progress_store(store: Any, place: Place) -> Any:
@@ -147,6 +147,7 @@ def _progress_store(store: Any, place: Place) -> Any:
 
 def agree_on(plan: Plan, rank: int) -> None:
     """Raise PlanError on all ranks if their plans differ. Ignore notes, which only one rank keeps."""
+    keep_backend(dist.group.WORLD)
     digest = hashlib.sha256(without_notes(plan).to_json().encode()).hexdigest()
     digests = gathered_objects(digest)
     others = [str(other) for other, found in enumerate(digests) if found != digests[0]]

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.device import backend_for, card_of
 from autosplit.ddp.failure import HEAD_START_S, recorded
-from autosplit.ddp.group_end import destroy_group
+from autosplit.ddp.group_end import keep_backend
 from autosplit.ddp.rendezvous import Place, meeting_place, place_here, store_of_group
 from autosplit.devices.accelerator import with_free_memory
 from autosplit.devices.device import Device
@@ -151,6 +151,7 @@ def _message_group(place: Place) -> Iterator[Peers]:
     end_with_launcher()
     has_own_group = dist.is_initialized()
     group, store = (dist.new_group(backend="gloo"), store_of_group()) if has_own_group else _new_process_group(place)
+    keep_backend(group)
     if store is not None:
         store = dist.PrefixStore(f"autosplit/tuning/{next(_GROUP_NUMBERS)}", store)  # type: ignore[attr-defined]
     try:
@@ -158,7 +159,7 @@ def _message_group(place: Place) -> Iterator[Peers]:
             yield Peers(place.rank, place.world_size, group, Interrupts(), store)
     finally:
         with suppress(RuntimeError):  # a failed destroy must not hide the rank's failure
-            destroy_group(group if has_own_group else None)
+            dist.destroy_process_group(group if has_own_group else None)
 
 
 def _new_process_group(place: Place) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.failure import abort_group
-from autosplit.ddp.group_end import destroy_group
+from autosplit.ddp.group_end import keep_backend
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import preserved_rng
 from autosplit.runtime.accelerator import pinned
@@ -241,6 +241,7 @@ class RankSteps:
             # Only gloo raises an error after a timeout. Other back ends end the process.
             timeout = timedelta(seconds=self._patience_s) if self.backend == "gloo" else None
             self._group = dist.new_group(backend=self.backend, timeout=timeout)
+            keep_backend(self._group)
 
     @property
     def _patience_s(self) -> float:
@@ -294,7 +295,7 @@ class RankSteps:
         self._trainee = None
         self._release()
         if self._group is not None:
-            destroy_group(self._group)
+            dist.destroy_process_group(self._group)
             self._group = None
 
     def _release(self) -> None:

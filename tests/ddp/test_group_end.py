@@ -77,17 +77,18 @@ GATHERS = """
 import torch
 import torch.distributed as dist
 
-from autosplit.ddp.group_end import destroy_group
+from autosplit.ddp.group_end import keep_backend
 
 for _ in range(60):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    keep_backend(dist.group.WORLD)
     for _ in range(4):
         everyones = [None]
         dist.all_gather_object(everyones, "one")
         parts = [torch.empty(20_000)]
         dist.all_gather(parts, torch.ones(20_000))
     del parts
-    destroy_group()
+    dist.destroy_process_group()
 print("ended")
 """
 
