@@ -410,7 +410,7 @@ def _warn_of_frequencies(trainer: Any, accumulation_steps: int) -> None:
     frequencies = [one.frequency for one in trainer.lr_scheduler_configs if one.interval == "step"]
     if accumulation_steps > 1 and max(frequencies, default=1) > 1:
         warn_user(
-            f"A scheduler has interval 'step' and frequency {max(frequencies)}, but Lightning counts micro-batches, of "
-            f"which the plan's step has {accumulation_steps}. Use frequency 1, and let the scheduler count.",
+            f"A scheduler has interval 'step' and frequency {max(frequencies)}. Lightning counts micro-batches, "
+            f"and the plan's step has {accumulation_steps}. Use frequency 1, and let the scheduler count.",
             StepsWarning,
         )

@@ -98,10 +98,10 @@ class LoopWithoutSteps:
 
     An update after each micro-batch uses the micro-batch's size instead of the effective batch size. So the number of
     updates must not exceed the number of optimizer steps that have begun. A plain loop gives all micro-batches equal
-    weights, and DDP all ranks. So no update is right if these have different numbers of samples.
+    weights, and DDP gives all ranks equal weights. So no update is right if their numbers of samples differ.
 
     Args:
-        unequal: What has different numbers of samples, for the message. Empty if nothing has.
+        unequal: The unequal parts for the message, such as "The ranks have 7, 1". Empty if all parts are equal.
     """
 
     def __init__(self, unequal: str = "") -> None:

@@ -89,7 +89,7 @@ class _Step:
 
 
 def outer_factor(loss: Tensor) -> float | None:
-    """Return the number by which a loss was multiplied last. None if there is none, or if the loss adds up others."""
+    """Return the last factor of a loss. None if there is no factor, or if the loss is a sum of losses."""
     node = loss.grad_fn
     name, *inner = (
         type(one).__name__.partition("Backward")[0]

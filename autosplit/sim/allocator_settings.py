@@ -18,7 +18,7 @@ LARGE_SEGMENT_BYTES = 20 * MIB
 """Size of a segment for blocks of 1 to 10 MiB (kLargeBuffer)."""
 
 *SETTINGS_VARIABLES, NO_CACHING_VARIABLE = ALLOCATOR_VARIABLES
-"""Variables with settings, the preferred one first, and a variable with which torch keeps no freed memory."""
+"""Variables with settings, the preferred variable first, and the variable that makes torch keep no freed memory."""
 
 
 @dataclass(frozen=True)

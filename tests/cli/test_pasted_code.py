@@ -340,25 +340,11 @@ def test_to_device_moves_tensors_at_any_depth_and_leaves_the_rest():
     assert not batch["image"].is_meta
 
 
-def test_a_loop_without_steps_is_warned_of():
-    """Each update had 8 samples instead of 20, silently."""
-    plan = made_plan(SPLIT, kind="cpu", effective=NUM_SAMPLES)
-    loader = plan.loader(samples("tensor", "loss_fn") * 3)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def train():
-        for inputs, targets in loader:
-            F.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
-
-    with pytest.warns(StepsWarning, match="3 micro-batches per optimizer step") as caught:
-        train()
-    assert len(caught) == 1
-
-
-def test_accumulation_by_hand_is_warned_of_if_micro_batches_are_unequal():
-    """The last micro-batch of a step has 4 samples, and its loss had the weight of 8."""
+@pytest.mark.parametrize(
+    ("steps_every", "warning"), [(1, "3 micro-batches per optimizer step"), (3, "a step have 8 and 4 samples")]
+)
+def test_a_loop_without_steps_is_warned_of(steps_every, warning):
+    """Each update had 8 samples instead of 20. With accumulation by hand, 4 samples had the weight of 8."""
     plan = made_plan(SPLIT, kind="cpu", effective=NUM_SAMPLES)
     loader = plan.loader(samples("tensor", "loss_fn") * 3)
     model = Net()
@@ -366,11 +352,11 @@ def test_accumulation_by_hand_is_warned_of_if_micro_batches_are_unequal():
 
     def train():
         for number, (inputs, targets) in enumerate(loader, 1):
-            (F.mse_loss(model(inputs), targets) / 3).backward()
-            if number % 3 == 0:
+            (F.mse_loss(model(inputs), targets) / steps_every).backward()
+            if number % steps_every == 0:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    with pytest.warns(StepsWarning, match="a step have 8 and 4 samples") as caught:
+    with pytest.warns(StepsWarning, match=warning) as caught:
         train()
     assert len(caught) == 1

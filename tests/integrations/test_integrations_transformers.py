@@ -406,7 +406,7 @@ class TestFeatures:
         trainer.evaluate()
         assert {*seen} == {(True, torch.bfloat16), (False, torch.bfloat16)}
         if trainer.share.wraps:
-            assert "forward" not in vars(model), "what is around it would be around the replicas' with its parameters"
+            assert "forward" not in vars(model), "replicas would run this forward, with the model's parameters"
 
 
 class TestRefusals:

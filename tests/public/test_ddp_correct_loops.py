@@ -268,7 +268,7 @@ def without_steps() -> list[str]:
 
 
 class HardestFirst(Sampler[int]):
-    """A sampler by losses, which each rank has only of its own samples."""
+    """A sampler that orders samples by their losses. A rank knows only the losses of its own samples."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -368,7 +368,7 @@ def test_a_model_of_an_earlier_loop_does_not_matter(ranks):
 
 
 def test_a_loop_without_steps_is_warned_of_if_ranks_are_unequal(ranks):
-    """DDP averages the means of 7 samples and of 1 sample. With one forward per step, nothing was said."""
+    """DDP averages the means of 7 samples and of 1 sample. With one forward per step, no warning appeared."""
     for texts in found_by(ranks, "without steps"):
         assert any("The ranks have 7, 1 samples" in text for text in texts)
 

@@ -408,7 +408,7 @@ def test_a_process_that_is_killed_at_any_call_costs_that_call(monkeypatch):
 
 @pytest.fixture
 def only_hanging_takes_time(monkeypatch, tmp_path):
-    """Let every time limit count only the time in which a step hangs, and let that time pass at once."""
+    """Let time limits count only the time of a step that hangs, and let that time pass at once."""
     now_s, wait = 0.0, child_process.wait
 
     def waited(objects, limit_s):
